@@ -34,7 +34,7 @@ LONG = (
         "model/test_own_model",
         "communication/",
     ),
-    *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
+    *("bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
     *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
     *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
     *(

@@ -26,13 +26,6 @@ from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
 
 
-class Hooks:
-    """Callbacks in the course of a run: methods that do nothing, to be overridden."""
-
-    def before_step(self, step: int) -> None:
-        """Receive the number of every inner step, from 1, before the step is dispatched."""
-
-
 @dataclass(frozen=True)
 class Run:
     """The parts of a run, all made and checked before its first step.
@@ -49,7 +42,6 @@ class Run:
       metrics: writer of the figures.
       progress: console output.
       stop: request to stop the run.
-      hooks: callbacks.
       sync: exchanges with other replicas between inner steps.
     """
 
@@ -64,7 +56,6 @@ class Run:
     metrics: MetricWriter
     progress: Progress
     stop: Stop
-    hooks: Hooks
     sync: Sync
 
 
@@ -118,7 +109,6 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         state, step, stride = sync.before_step(state, step, partial(_steps_at_once, config))
         _report_news(run, step, log)
         step += stride
-        run.hooks.before_step(step)
         state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
         state, outer_steps = sync.after_step(state, step, stride)

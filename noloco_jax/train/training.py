@@ -43,7 +43,7 @@ from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.divergence import is_finite
 from noloco_jax.run.evaluate import read_validation
 from noloco_jax.run.extension import extension_note, rate_change
-from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
+from noloco_jax.run.loop import Run, is_evaluated, train_steps
 from noloco_jax.run.memory import check_memory
 from noloco_jax.run.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb, read_metrics
 from noloco_jax.run.mode import Mode, Resumed, WholeRun
@@ -107,7 +107,6 @@ def train(
     from_step: int | None = None,
     dry_run: bool = False,
     wandb_project: str | None = None,
-    hooks: Hooks | None = None,
     processes: Processes | None = None,
     mode: Mode | None = None,
     bucket: BucketWorkdir | None = None,
@@ -123,7 +122,6 @@ def train(
       dry_run: check everything, including the files of the checkpoint to resume from, and stop before anything is
         compiled or written.
       wandb_project: W&B project to log to as well.
-      hooks: callbacks in the course of the run.
       processes: processes that train together; None: all processes of JAX.
       mode: mode of this process; None: `WholeRun`.
       bucket: the workdir in a bucket, opened, that `workdir` is the local copy of; None: a local one.
@@ -224,7 +222,6 @@ def train(
                 metrics=metrics,
                 progress=progress,
                 stop=stop,
-                hooks=hooks or Hooks(),
                 sync=sync,
             )
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)

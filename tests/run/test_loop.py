@@ -109,7 +109,7 @@ class Result:
                 return {}
 
             monkeypatch.setattr(loop, "_evaluate", evaluate)
-            run: Any = {"evaluate": None, "hooks": loop.Hooks(), "metrics": metrics}
+            run: Any = {"evaluate": None, "metrics": metrics}
             run |= {"programs": Programs(nan_at, lost_at), "batches": Batches(damaged_at), "stop": recorder}
             run |= {
                 "totals": totals,

@@ -1,5 +1,6 @@
 """Resuming interrupted runs bitwise: real processes, killed and terminated."""
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict, load_config, to_dict
-from noloco_jax.run.loop import Hooks
+from noloco_jax.run import loop
 from noloco_jax.train import training
 from noloco_jax.train.training import train
 from support import processes
@@ -96,24 +97,30 @@ def compiled_once(monkeypatch):
     monkeypatch.setattr(training, "_compile", compile_once)
 
 
-class Terminate(Hooks):
-    """Hooks that send this process a SIGTERM in a given step."""
+@contextlib.contextmanager
+def terminated_in(step: int):
+    """Send this process a SIGTERM in the given step of a run."""
+    take = loop._inner_step
 
-    def __init__(self, step: int):
-        self._step = step
-
-    def before_step(self, step: int) -> None:
-        if step == self._step:
+    def take_and_terminate(run, state, number):
+        if number == step:
             signal.raise_signal(signal.SIGTERM)
+        return take(run, state, number)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(loop, "_inner_step", take_and_terminate)
+        yield
 
 
 @pytest.mark.usefixtures("compiled_once")
 def test_evaluations_skipped_by_termination_are_run_at_the_next_start(config, tmp_path):
     """The next start evaluates the restored state, also after the last step."""
     run = from_dict(load_config(str(config), ["--config.num_steps=4", "--config.eval_every=2"]))
-    assert train(run, tmp_path, hooks=Terminate(2)) == 75
+    with terminated_in(2):
+        assert train(run, tmp_path) == 75
     assert [line["step"] for line in processes.metrics(tmp_path) if line["kind"] == "eval"] == []
-    assert train(run, tmp_path, hooks=Terminate(4)) == 75
+    with terminated_in(4):
+        assert train(run, tmp_path) == 75
     assert [line["step"] for line in processes.metrics(tmp_path) if line["kind"] == "eval"] == [2]
     assert train(run, tmp_path) == 0
     assert [(line["kind"], line["step"]) for line in processes.metrics(tmp_path)] == [
@@ -128,7 +135,8 @@ def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path)
     flags = ["--config.num_steps=8", "--config.outer.fragments=4", "--config.outer.delay=3", "--config.log_every=4"]
     run = from_dict(load_config(str(config), [*flags, "--config.outer.final_merge=True"]))
     assert train(run, tmp_path / "one") == 0
-    assert train(run, tmp_path / "two", hooks=Terminate(6)) == 75
+    with terminated_in(6):
+        assert train(run, tmp_path / "two") == 75
     assert train(run, tmp_path / "two") == 0
     assert_same_run(tmp_path / "two", tmp_path / "one")
     logged = [line["outer_steps"] for line in processes.metrics(tmp_path / "one") if "round" in line]

@@ -10,13 +10,20 @@ import sys
 import time
 
 from noloco_jax.islands.protocol.catch_up import CatchUp
-from noloco_jax.run.loop import Hooks
+from noloco_jax.spmd.batches import GlobalBatches
+from noloco_jax.spmd.gradients import Batch
 
 
 def main() -> None:
     _, seconds, module, *arguments = sys.argv
     CatchUp._waits_for_absent = lambda *_: False  # pyright: ignore[reportAttributeAccessIssue]
-    Hooks.before_step = lambda self, step: time.sleep(float(seconds))
+    take = GlobalBatches.__next__
+
+    def take_later(self: GlobalBatches) -> Batch:
+        time.sleep(float(seconds))
+        return take(self)
+
+    GlobalBatches.__next__ = take_later
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

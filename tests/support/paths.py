@@ -14,7 +14,6 @@ TOOLS = (
     "compare",
     "communication",
     "simulate",
-    "lateness",
     "evaluate",
     "export",
     "generate",

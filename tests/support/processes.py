@@ -80,8 +80,15 @@ def set_environment(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def command(config: Path, workdir: Path | str, *arguments: str, seconds_per_step: float = 0.0) -> list[str]:
-    module = ["support.paced", str(seconds_per_step), "noloco_jax.train"] if seconds_per_step else ["noloco_jax.train"]
+def command(
+    config: Path,
+    workdir: Path | str,
+    *arguments: str,
+    seconds_per_step: float = 0.0,
+    module: Sequence[str] = ("noloco_jax.train",),
+) -> list[str]:
+    if seconds_per_step:
+        module = ("support.paced", str(seconds_per_step), *module)
     return [sys.executable, "-m", *module, f"--config={config}", f"--workdir={workdir}", *arguments]
 
 
@@ -93,17 +100,19 @@ def start(
     devices: int = 1,
     folders: Sequence[Path] = (),
     seconds_per_step: float = 0.0,
+    module: Sequence[str] = ("noloco_jax.train",),
 ) -> list[subprocess.Popen[str]]:
     """Starts the processes of a run, with so many devices each, and each in a folder of its own if they are given.
 
-    A run that a test interrupts sleeps so many seconds before a step, so that it is not over before.
+    A run that a test interrupts sleeps so many seconds before a step, so that it is not over before. `module` is the
+    trainer, or a program that takes its arguments after its own.
     """
     place = {}
     if number > 1:
         place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
     return [
         warm.Popen(
-            command(config, workdir, *arguments, seconds_per_step=seconds_per_step),
+            command(config, workdir, *arguments, seconds_per_step=seconds_per_step, module=module),
             env=environment(config, devices) | place | {"JAX_PROCESS_ID": str(process)},
             cwd=folders[process] if folders else ROOT,
             stdin=subprocess.DEVNULL,

@@ -49,7 +49,6 @@ ADDED = {
 ELSEWHERE = {
     "communication": "communication/test_command.py",
     "bench": "bench/test_command.py",
-    "lateness": "processes/test_lateness.py",
     "island status": "islands/test_merge.py",
     "island merge": "islands/test_merge.py",
     "island dashboard": "islands/test_dashboard.py",

@@ -37,8 +37,8 @@ def room(module: str) -> str:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_no_tool_imports_a_tool(tool):
     others = {f"noloco_jax.{other}" for other in TOOLS if other != tool}
-    if tool in ("lateness", "island"):
-        others.remove("noloco_jax.train")  # which they run: in delayed processes, as one of several islands
+    if tool == "island":
+        others.remove("noloco_jax.train")  # which it runs
     for module, path in FILES.items():
         if room(module) == f"noloco_jax.{tool}":
             assert not {room(name) for name in imports(path)} & others, module

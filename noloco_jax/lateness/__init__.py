@@ -1,1 +1,0 @@
-"""Measurement of the cost of late processes for each method."""
