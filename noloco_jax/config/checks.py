@@ -41,10 +41,12 @@ def check_field(path: str, field: FieldInfo, value: Any) -> None:
     if value == "" and field.allowed.nonempty:
         meaning = field.meaning[0].lower() + field.meaning[1:].removesuffix(".")
         raise UserError(f"{path}={shown(value)} is empty: give {meaning}")
-    near = difflib.get_close_matches(value, field.allowed.choices, n=1) if isinstance(value, str) else []
+    near = difflib.get_close_matches(value, field.allowed.choices, n=2) if isinstance(value, str) else []
+    if len({difflib.SequenceMatcher(a=word, b=value).ratio() for word in near}) > 1:
+        near = near[:1]  # int3 is as near to int4 as to int8: no word is meant then
     raise UserError(
         f"{path}={shown(value)} is unknown: did you mean {near[0]!r}?"
-        if near
+        if len(near) == 1
         else f"{path}={shown(value)} is not allowed: give {field.allowed}"
     )
 

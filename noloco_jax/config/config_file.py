@@ -30,7 +30,8 @@ def read_config_file(file: str) -> ConfigDict:
         ]
         if Path(path).parent == Path("configs"):
             others += [f"configs/{other.name}" for other in _bundled_folder().glob("*.py")]
-        near = difflib.get_close_matches(path, others, n=1)
+        named = f"configs/{path.removesuffix('.py')}.py"
+        near = [named] if Path(named).is_file() or _bundled(named) else difflib.get_close_matches(path, others, n=1)
         raise UserError(
             f"config file {path} does not exist: {f'did you mean {near[0]}?' if near else 'check --config'}"
         )

@@ -170,7 +170,8 @@ class InnerConfig:
     )
     weight_decay: float = setting(
         0.0,
-        "Decoupled weight decay, multiplied by the learning rate (adamw and muon only).",
+        "Decoupled weight decay of all weights, norms and embedding too, multiplied by the learning rate (adamw and "
+        "muon only).",
         on_resume="may change",
         minimum=0,
     )

@@ -103,19 +103,41 @@ def _parse_value(path: str, field: FieldInfo, text: str) -> Any:
     except (KeyError, ValueError):
         argument = f"--config.{path}={text}"
         given = argument if argument.isprintable() and len(argument) < 200 else shown(argument)
-        raise UserError(f"{given}: expected {field.type_name}") from None
+        raise UserError(f"{given}: expected {'true or false' if field.type is bool else field.type_name}") from None
     check_field(path, field, value)  # before other fields are computed from it
     return value
 
 
 class _Parser(argparse.ArgumentParser):
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (\S+)", message)
-        if unknown:
-            name = unknown[1].partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            message = f"unknown argument {unknown[1]!r}: " + (f"did you mean {near[0]!r}?" if near else "see --help")
+        if unknown := re.match(r"unrecognized arguments: (\S+)", message):
+            raise UserError(f"unknown argument {unknown[1]!r}: {self._meant(unknown[1]) or 'see --help'}")
+        if "required" in message:  # of a flag that is there under a wrong name
+            for argument in self._given:
+                name = argument.partition("=")[0]
+                if (
+                    name.startswith("--")
+                    and name not in self._option_string_actions
+                    and (meant := self._meant(argument))
+                ):
+                    raise UserError(f"unknown argument {argument!r}: {meant}")
         raise UserError(message)
+
+    def _meant(self, argument: str) -> str | None:
+        """Return a question for the flag that may have been meant."""
+        name, equals, value = argument.partition("=")
+        path = name.lstrip("-")
+        if "--config" in self._option_string_actions and path in known_fields():
+            return f"did you mean '--config.{path}{equals}{value}'?"
+        flags = {flag.replace("_", ""): flag for flag in self._option_string_actions}
+        near = difflib.get_close_matches(name.replace("_", ""), flags, n=1)
+        return f"did you mean {flags[near[0]]!r}?" if near else None
 
 
 def make_parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:

@@ -52,7 +52,8 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
         else:
             found = [file for file in every if not _is_below(file, exclude, "/")]
         of_runs = {folder for folder, _, name in (file.rpartition("/") for file in every) if name in _OF_RUNS} - {root}
-        found = [file for file in found if file.endswith(tuple(suffixes)) and not _is_skipped(parts_below(file, root))]
+        found = [file for file in found if file.lower().endswith(tuple(suffixes))]
+        found = [file for file in found if not _is_skipped(parts_below(file, root))]
         found = [file for file in found if not any(_is_below(file, folder, "/") for folder in of_runs)]
     else:
         root = Path(options.path).expanduser()
@@ -146,7 +147,7 @@ def _files_below(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
                 links += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
                 below = os.path.relpath(folder, root)
                 for name in files:
-                    if name.endswith(suffixes) and not name.startswith("."):
+                    if name.lower().endswith(suffixes) and not name.startswith("."):
                         yield name if below == os.curdir else f"{below}/{name}"
         starts = sorted(links)
 

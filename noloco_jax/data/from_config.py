@@ -16,7 +16,7 @@ from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.parquet import ParquetSource
-from noloco_jax.data.source import EncodeTexts, Source, SourceOptions
+from noloco_jax.data.source import GOLDEN_STEP, EncodeTexts, Source, SourceOptions
 from noloco_jax.data.text import TextSource, piece_bytes
 from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _MIXTURE = "data.mixture."
 _SPAN = 2**64
-_STEP = 0x9E3779B97F4A7C15  # the odd integer next to _SPAN divided by the golden ratio
 _LONG_PIECE = 1 << 20  # of a text that is evaluated, so that BOS and EOS between its pieces hardly count
 _BYTES_PER_TOKEN = 4  # roughly, of text, for any vocabulary of subwords
 
@@ -74,7 +73,7 @@ class Mixture:
 
     def source_at(self, place: int) -> str:
         """Return the name of the source of the sequence at `place`, counted from 0."""
-        return self._names[bisect_right(self._ends, place * _STEP % _SPAN)]
+        return self._names[bisect_right(self._ends, place * GOLDEN_STEP % _SPAN)]
 
 
 def mixture_of(config: "DataConfig") -> Mixture:
@@ -173,7 +172,7 @@ def _source(
     """Open the documents of `options` as `config.kind`; texts in pieces of so many bytes."""
     encode: EncodeTexts = _no_encoder
     if tokenizer is not None:
-        encode = DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos)
+        encode = DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos, vocab_size=vocab_size)
     if config.kind == "text":
         return TextSource(options, piece, encode)
     if config.kind == "c4":

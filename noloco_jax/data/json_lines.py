@@ -13,12 +13,17 @@ import numpy as np
 from noloco_jax.data.find_files import HELD_OUT_EVERY, remote_files, without_repeats
 from noloco_jax.data.identity import content_fact, file_states
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
-from noloco_jax.data.reading import DamagedFileError, stop_or_skip
-from noloco_jax.data.source import EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
+from noloco_jax.data.reading import DamagedFileError, skip_document
+from noloco_jax.data.source import GOLDEN_STEP, EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import is_remote
 
-SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
+# A plain .json is rarely one of lines.
+SUFFIXES = (
+    ".jsonl",
+    ".ndjson",
+    *(kind + suffix for kind in (".jsonl", ".ndjson", ".json") for suffix in COMPRESSED),
+)
 _JSON_KINDS = {
     dict: "an object",
     list: "a list",
@@ -55,8 +60,11 @@ def parse_text(line: Line, options: SourceOptions) -> str:
             f'{line.path}, line {line.number} is not a JSON object with a string "{name}" ({reason}): {remedy}'
         )
 
+    if b"\0" in line.content:
+        refuse("it holds NUL bytes, as files have that a crash cut off", "write the file again")
     try:
-        document = json.loads(line.content, parse_int=float)  # Python reads no integer of more than 4300 digits
+        text = line.content.decode("utf-8-sig", "surrogatepass")
+        document = json.loads(text, parse_int=float)  # Python reads no integer of more than 4300 digits
     except json.JSONDecodeError as error:
         refuse(f"{error.msg} at column {error.colno}", "fetch the file again")
     except UnicodeDecodeError as error:
@@ -80,8 +88,9 @@ class JsonLinesSource:
     every document of all files whose number is i modulo N. Shuffled, the files of a shard are in a new order in every
     epoch, and its documents are shuffled within windows of `shuffle_buffer`; 1 keeps the order of the files.
 
-    Held out for validation are the lines whose number plus the number of their file has one certain remainder modulo
-    50, so that reading a line is enough to know it. The remainder is that of the middle one of the first 50 documents.
+    Held out for validation is a fiftieth of the lines: those for which the line's number plus the file's, times the
+    golden ratio, modulo 1, lies in one fiftieth of [0, 1). So reading a line is enough to know it, and lines that take
+    turns (questions and answers) are all held out alike. It is the fiftieth of one of the first documents with text.
     """
 
     num_columns = 1
@@ -92,7 +101,7 @@ class JsonLinesSource:
         self.name = options.name
         self._options, self.files, self.part, self._kind, self._encode = options, files, part, kind, encode
         self._file_numbers = {file: number for number, file in enumerate(files)}
-        self._remainder = -1 if part == "all" else self._find_remainder()
+        self._held_out = -1 if part == "all" else self._find_held_out()
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, int | str]:
@@ -107,10 +116,11 @@ class JsonLinesSource:
             "text column": self._options.text_column,
         }
 
-    def _hash(self, line: Line) -> int:
-        return (self._file_numbers[line.path] + line.number) % HELD_OUT_EVERY
+    def _fiftieth(self, line: Line) -> int:
+        """Return in which of `HELD_OUT_EVERY` parts of the lines a line is."""
+        return (self._file_numbers[line.path] + line.number) * GOLDEN_STEP % 2**64 * HELD_OUT_EVERY >> 64
 
-    def _find_remainder(self) -> int:
+    def _find_held_out(self) -> int:
         lines = LineReader(self.files, on_bad_shard=self._options.on_bad_shard)
         first = [line for line in (lines.next() for _ in range(HELD_OUT_EVERY)) if line is not None]
         lines.close()
@@ -119,10 +129,11 @@ class JsonLinesSource:
                 f"{self._options.name} holds {len(first)} documents: give {self._options.validation_field}, or at "
                 "least two, for one to be held out for validation"
             )
-        return self._hash(first[len(first) // 2])
+        with_text = [line for line in first if self._text(line)] or first
+        return self._fiftieth(with_text[len(with_text) // 2])
 
     def _in_part(self, line: Line) -> bool:
-        return self.part == "all" or (self._hash(line) == self._remainder) == (self.part == "held_out")
+        return self.part == "all" or (self._fiftieth(line) == self._held_out) == (self.part == "held_out")
 
     def check_replicas(self, num_replicas: int) -> None:
         """Count documents up to `num_replicas`, and parse the first: a folder of something else is found at once."""
@@ -169,7 +180,7 @@ class JsonLinesSource:
         try:
             return parse_text(line, self._options)
         except DamagedFileError as error:
-            stop_or_skip(error, self._options.on_bad_shard)
+            skip_document(error, self._options.on_bad_shard)
             return ""
 
 

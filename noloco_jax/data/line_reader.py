@@ -1,10 +1,9 @@
 """Lines of plain and compressed files, read as streams."""
 
-import bz2
 import contextlib
 import gzip
 import io
-import lzma
+import os
 import zlib
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple, cast
@@ -17,7 +16,7 @@ from noloco_jax.storage.addresses import open_file, path_or_file
 from noloco_jax.storage.retries import with_retries
 
 _BUFFER_BYTES = 1 << 16
-_FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
+_FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 COMPRESSED = tuple(_FIRST_BYTES)
 _BadStream: type[Exception] = igzip_lib.IsalError  # pyright: ignore[reportAssignmentType]
 
@@ -55,20 +54,17 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
     Raises `DamagedFileError` for a compressed file of another name.
     """
     given: Any = path_or_file(path)
-    if path.endswith(".gz") and damaged:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix == ".gz" and damaged:
         return cast(IO[bytes], gzip.open(given))
-    if path.endswith(".gz"):
+    if suffix == ".gz":
         # The outer buffer has a `readline` in C.
         return io.BufferedReader(igzip.open(given), _BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
-    if path.endswith(".zst"):
+    if suffix == ".zst":
         import pyarrow as pa
 
         buffer_bytes = 1 if damaged else _BUFFER_BYTES
         return io.BufferedReader(pa.CompressedInputStream(given, "zstd"), buffer_bytes)
-    if path.endswith(".bz2"):
-        return bz2.open(given)
-    if path.endswith(".xz"):
-        return lzma.open(given)
     with open_file(path) as opened:
         start = opened.read(8)
     if suffix := compression_of(start):
@@ -78,7 +74,7 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
 
 def _go_to(start: int, opened: IO[bytes], path: str) -> None:
     """Go to byte `start` of a text. A compressed one is read up to there: no form of it can be entered further on."""
-    if not path.endswith(COMPRESSED):
+    if not path.lower().endswith(COMPRESSED):
         opened.seek(start)
         return
     while start and (block := opened.read(min(start, 1 << 20))):
@@ -106,13 +102,13 @@ class LineReader:
             path = self._files[file]
             try:
                 content = with_retries(self._read_line, path)
-                if not content and not start and path.endswith(COMPRESSED) and not file_state(path).size:
+                if not content and not start and path.lower().endswith(COMPRESSED) and not file_state(path).size:
                     raise DamagedFileError(f"{path} has 0 bytes, which is no compressed text: fetch it again")
             except DamagedFileError as error:
                 stop_or_skip(error, self._on_bad_shard)
                 content = b""
-            except (EOFError, OSError, zlib.error, lzma.LZMAError, _BadStream) as error:
-                if path.endswith(COMPRESSED) and self._damaged != file:
+            except (EOFError, OSError, zlib.error, _BadStream) as error:
+                if path.lower().endswith(COMPRESSED) and self._damaged != file:
                     self._damaged = file  # it is opened once more, to come up to the damage
                     continue
                 damaged = DamagedFileError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.reading import DamagedFileError, stop_or_skip
+from noloco_jax.data.reading import DamagedFileError, skip_document
 from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
@@ -26,7 +26,7 @@ class RowConverter(NamedTuple):
       columns: the columns of its batches, see `parquet_file.choose_columns`.
       sequence_length: tokens of a sequence; sequences of padding alone are left out at the end of a row.
       vocab_size: the model's; None leaves the ids unchecked.
-      on_bad_shard: whether to "stop" at a text that is not UTF-8 or to "skip" it alone.
+      on_bad_shard: whether to "stop" at a row that cannot be read or to "skip" it, which leaves an empty one.
     """
 
     path: str
@@ -51,44 +51,63 @@ class RowConverter(NamedTuple):
           batch: the columns.
           first_row: number of the batch's first row in the file.
 
-        Raises `UserError`, which names the row, for nulls, for text that is not UTF-8, and for tokens and labels that
-        cannot be trained on.
+        Raises `UserError`, which names the row, for tokens and labels that cannot be trained on. Rows with nulls, with
+        columns of different lengths or with text that is not UTF-8 are refused or skipped.
         """
-        for name in self.columns:
-            self._check_nulls(name, batch.column(name), first_row)
-        if self.is_text:
-            return self._texts(batch.column(0), first_row)
-        return self._token_rows(batch, first_row)
+        bad = self._bad_rows(batch)
+        numbers_R = np.delete(np.arange(first_row, first_row + batch.num_rows), list(bad))
+        for row, reason in bad.items():
+            self._skip(first_row + row, reason)
+        if bad:
+            batch = batch.take(numbers_R - first_row)  # type: ignore[arg-type]  # numpy's do too
+        good = iter(self._texts(batch.column(0), numbers_R) if self.is_text else self._token_rows(batch, numbers_R))
+        return [self.empty_row if row in bad else next(good) for row in range(len(numbers_R) + len(bad))]
 
-    def _texts(self, column: Any, first_row: int) -> list[str]:
+    def _bad_rows(self, batch: "pa.RecordBatch") -> dict[int, str]:
+        """Return the number, in the batch, of each row that cannot be read -> the reason."""
+        bad: dict[int, str] = {}
+        for name in self.columns:
+            column = batch.column(name)
+            if column.null_count:
+                bad |= dict.fromkeys(np.flatnonzero(np.asarray(column.is_null())).tolist(), f"{name} is null")
+            if not self.is_text and column.flatten().null_count:
+                holes_N = np.flatnonzero(np.asarray(column.flatten().is_null()))
+                rows = np.searchsorted(np.cumsum(_lengths(column)), holes_N, side="right")
+                bad |= dict.fromkeys(rows.tolist(), f"{name} holds a null")
+        if not self.is_text:
+            lengths_R, *others = (_lengths(batch.column(name)) for name in self.columns)
+            for name, other_R in zip(self.columns[1:], others, strict=True):
+                for row in np.flatnonzero(lengths_R != other_R).tolist():
+                    reason = f"{lengths_R[row]} input_ids and {other_R[row]} values in {name}"
+                    bad.setdefault(row, reason)
+        return dict(sorted(bad.items()))
+
+    def _skip(self, row: int, reason: str) -> None:
+        """Refuse or skip a row of the file."""
+        error = DamagedFileError(
+            f"{self.path}, row {row} (counted from 0): {reason}: give --config.data.on_bad_shard=skip to leave such "
+            "rows out, or write the row again"
+        )
+        skip_document(error, self.on_bad_shard)
+
+    def _texts(self, column: Any, numbers_R: np.ndarray) -> list[str]:
         try:
             return column.to_pylist()
         except UnicodeDecodeError:
-            return [self._text(value, first_row + k) for k, value in enumerate(column)]
+            return [self._text(value, row) for value, row in zip(column, numbers_R.tolist(), strict=True)]
 
     def _text(self, value: Any, row: int) -> str:
         try:
             return value.as_py()
         except UnicodeDecodeError as error:
-            reason = f"{error.reason} at position {error.start}"
-            damaged = DamagedFileError(
-                f"{self._row(row)}: {self.columns[0]} is not UTF-8 ({reason}): write the row again in that encoding"
-            )
-            stop_or_skip(damaged, self.on_bad_shard)
+            self._skip(row, f"{self.columns[0]} is not UTF-8 ({error.reason} at position {error.start})")
             return self.empty_row
 
-    def _token_rows(self, batch: "pa.RecordBatch", first_row: int) -> list[np.ndarray]:
-        lengths_R, *others = (_lengths(batch.column(name)) for name in self.columns)
-        for name, other_lengths_R in zip(self.columns[1:], others, strict=True):
-            if not np.array_equal(lengths_R, other_lengths_R):
-                k = int(np.flatnonzero(lengths_R != other_lengths_R)[0])
-                raise UserError(
-                    f"{self._row(first_row + k)} has {lengths_R[k]} input_ids and {other_lengths_R[k]} values in "
-                    f"{name}: write the file again with as many of one as of the other"
-                )
+    def _token_rows(self, batch: "pa.RecordBatch", numbers_R: np.ndarray) -> list[np.ndarray]:
+        lengths_R = _lengths(batch.column("input_ids"))
         ends_R = np.cumsum(lengths_R)
         starts_R = ends_R - lengths_R
-        values = {name: self._integers(batch, name, ends_R, first_row) for name in self.columns}
+        values = {name: self._integers(batch, name, ends_R, numbers_R) for name in self.columns}
         ids_N, mask_N = values["input_ids"], values.get("attention_mask")
         followed_N = np.ones(len(ids_N), bool)  # the next token is in the same row
         followed_N[ends_R[lengths_R > 0] - 1] = False
@@ -108,7 +127,7 @@ class RowConverter(NamedTuple):
             kept_R = self._lengths_in_use(rows_2N[1] != IGNORED_LABEL, starts_R, lengths_R)
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
 
-    def _integers(self, batch: "pa.RecordBatch", name: str, ends_R: np.ndarray, first_row: int) -> np.ndarray:
+    def _integers(self, batch: "pa.RecordBatch", name: str, ends_R: np.ndarray, numbers_R: np.ndarray) -> np.ndarray:
         """The values of all rows, int32 (N,); of a mask 1 for what is not zero."""
         values_N = batch.column(name).flatten().to_numpy(zero_copy_only=False)
         if name == "attention_mask":
@@ -117,10 +136,10 @@ class RowConverter(NamedTuple):
         outside_N = (values_N < _INT32.min) | (values_N > _INT32.max)
         if outside_N.any():
             k = int(np.flatnonzero(outside_N)[0])
-            row = first_row + int(np.searchsorted(ends_R, k, side="right"))
+            row = numbers_R[np.searchsorted(ends_R, k, side="right")]
             raise UserError(
-                f"{self._row(row)}: {name} holds {values_N[k]}, and token ids are from 0 to below {_INT32.max + 1}: "
-                "write the row again"
+                f"{self.path}, row {row} (counted from 0): {name} holds {values_N[k]}, and token ids are from 0 to "
+                f"below {_INT32.max + 1}: write the row again"
             )
         return values_N.astype(np.int32, copy=False)
 
@@ -155,19 +174,6 @@ class RowConverter(NamedTuple):
         used_R = np.maximum(0, used_R - starts_R)
         return np.minimum(lengths_R, -(-used_R // self.sequence_length) * self.sequence_length)
 
-    def _row(self, row: int) -> str:
-        return f"{self.path}, row {row} (counted from 0)"
-
-    def _check_nulls(self, name: str, column: Any, first_row: int) -> None:
-        if column.null_count:
-            k = int(np.flatnonzero(np.asarray(column.is_null()))[0])
-            raise UserError(f"{self._row(first_row + k)}: {name} is null: write the file again without the row")
-        if self.is_text or not column.flatten().null_count:
-            return
-        ends_R = np.cumsum(_lengths(column))
-        k = int(np.searchsorted(ends_R, np.flatnonzero(np.asarray(column.flatten().is_null()))[0], side="right"))
-        raise UserError(f"{self._row(first_row + k)}: {name} holds a null: write the file again with integers alone")
-
     def _check_ids(self, ids_N: np.ndarray, labels_N: np.ndarray) -> None:
         if not len(ids_N):
             return
@@ -198,7 +204,8 @@ def _with_padding_behind(rows_2N: np.ndarray, padding_N: np.ndarray, lengths_R: 
 
 
 def _lengths(column: Any) -> np.ndarray:
-    """Length of each row of a list column without nulls: int64 (R,)."""
+    """Length of each row of a list column, 0 of a null: int64 (R,)."""
     import pyarrow.compute as pc
 
-    return pc.call_function("list_value_length", [column]).to_numpy(zero_copy_only=False).astype(np.int64)
+    lengths = pc.call_function("list_value_length", [column])
+    return lengths.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)

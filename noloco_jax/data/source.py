@@ -17,6 +17,8 @@ import numpy as np
 
 PADDING = -1  # in place of an input id: padding, which a packer keeps where it ends a sequence and drops elsewhere
 
+GOLDEN_STEP = 0x9E3779B97F4A7C15  # the odd integer next to 2^64 divided by the golden ratio
+
 EncodeTexts = Callable[[Sequence[str]], list[np.ndarray]]  # texts -> int32 (1, n) of each
 
 

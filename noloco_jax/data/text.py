@@ -28,7 +28,7 @@ _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
     """Return (path, bytes) of every text file that is not empty, see `find_files`."""
     files = without_repeats(find_files(options, SUFFIXES))
-    if len(files) == 1 and not files[0].endswith(SUFFIXES):
+    if len(files) == 1 and not files[0].lower().endswith(SUFFIXES):
         _check_is_text(options, files[0])
     sized = [(state.path, state.size) for state in file_states(files) if state.size]
     if not sized:
@@ -39,7 +39,7 @@ def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
 def _check_is_text(options: SourceOptions, path: str) -> None:
     """Raise `UserError` for a file that was named and is no text, by its name or by a zero byte at its beginning."""
     for kind, suffixes in {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}.items():
-        if path.endswith(suffixes):
+        if path.lower().endswith(suffixes):
             raise UserError(
                 f"{options.name} is read as plain text, its name says {kind}: give {options.kind_field}={kind}"
             )
@@ -151,7 +151,8 @@ class TextSource:
                 opened.seek(start)
                 return opened.read(stop - start)
 
-        return with_retries(read, path).decode("utf-8", "replace")
+        text = with_retries(read, path).decode("utf-8", "replace")
+        return text if number else text.removeprefix("\ufeff")  # a byte order mark is no text
 
 
 def _piece_border(opened: BinaryIO, offset: int, size: int) -> int:

@@ -204,7 +204,9 @@ def fast_tokenizer(name: str, loaded: Any) -> FastTokenizer:
         )
     bos_id, eos_id = loaded.bos_token_id, loaded.eos_token_id
     ordinary = [index for index, token in loaded.added_tokens_decoder.items() if not token.special]
-    largest = max([loaded.vocab_size - 1, *ordinary, *(index for index in (bos_id, eos_id) if index is not None)])
+    # The largest id, not the number of ids: a vocabulary may have holes.
+    ids = backend.get_vocab(with_added_tokens=False).values()
+    largest = max([*ids, *ordinary, *(index for index in (bos_id, eos_id) if index is not None)])
     return FastTokenizer(name, backend, largest + 1, bos_id, eos_id)
 
 
@@ -234,11 +236,12 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 class DocumentEncoder:
     """Encoder of documents for a stream: BOS if `add_bos`, the text's ids, EOS if `add_eos`; int32 (1, n) each.
 
-    An empty text becomes no token at all. Raises `UserError` for a BOS or EOS that the tokenizer does not have.
+    An empty text becomes no token at all. Raises `UserError` for a BOS or EOS that the tokenizer does not have, and for
+    ids that are not below `vocab_size`, the model's; None leaves them unchecked.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool, vocab_size: int | None):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._before = self._special("bos", add_bos, tokenizer.bos_id)
         self._after = self._special("eos", add_eos, tokenizer.eos_id)
 
@@ -252,9 +255,21 @@ class DocumentEncoder:
             )
         return [index]
 
+    def _check(self, ids: np.ndarray) -> None:
+        if self._vocab_size is None or not len(ids):
+            return
+        smallest, largest = int(ids.min()), int(ids.max())
+        if smallest < 0 or largest >= self._vocab_size:
+            raise UserError(
+                f"data.tokenizer={self._tokenizer.name!r} makes the token id {largest if smallest >= 0 else smallest}, "
+                f"and ids are from 0 to below model.vocab_size={self._vocab_size}: give the model's own tokenizer, or "
+                "raise model.vocab_size"
+            )
+
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         arrays = []
         for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
+            self._check(ids)
             document = np.concatenate([self._before, ids, self._after], dtype=np.int32, casting="unsafe")
             arrays.append((document if text else document[:0])[None])
         return arrays

@@ -50,7 +50,9 @@ def check_memory(config: TrainConfig, programs: Programs) -> None:
       UserError: if it is more than any device has.
     """
     estimate, device = sum(memory_estimate(config, programs)), jax.local_devices()[0]
-    remedy = "lower data.batch_size or the model's sizes, or spread a replica over more devices (mesh)"
+    remedy = (
+        "raise num_microbatches, lower data.batch_size or the model's sizes, or spread a replica over devices (mesh)"
+    )
     if estimate > _LARGEST:
         raise UserError(
             f"the run is estimated at {format_memory(estimate)} a device, and none has more than "

@@ -194,7 +194,7 @@ def test_a_wrong_argument_is_refused_by_name(file):
         "--config.inner.lr=fast": "--config.inner.lr=fast: expected float",
         "--config.outer.consensus=none": "--config.outer.consensus=none: expected float or None",
         "--config.num_steps=None": "--config.num_steps=None: expected int",
-        "--config.outer.nesterov=maybe": "--config.outer.nesterov=maybe: expected bool",
+        "--config.outer.nesterov=maybe": "--config.outer.nesterov=maybe: expected true or false",
         "--config.num_replicas=0": "num_replicas=0 is not allowed: give 1 or more",  # the file divides by it
         "--config.method=nolocco": "method='nolocco' is unknown: did you mean 'noloco'?",
         "--config.num_steps": "--config.num_steps has no value",
@@ -206,6 +206,9 @@ def test_a_wrong_argument_is_refused_by_name(file):
         "--config.model.num_heads=3": "model.num_heads=3",
         "--workdr=x": "unknown argument '--workdr=x': did you mean '--workdir'",
         "--work=x": "unknown argument '--work=x'",
+        "--num_steps=100": "unknown argument '--num_steps=100': did you mean '--config.num_steps=100'?",
+        "--outer.sync_every=3": "did you mean '--config.outer.sync_every=3'?",
+        "--config.outer.wire=int3": "give one of float32, bfloat16, int8",
         "stray": "unknown argument 'stray'",
         "--workdir": "--workdir",
     }.items():
@@ -255,6 +258,17 @@ def test_a_json_file_that_fails_is_named(tmp_path):
     assert "takes no argument, got 'diloco'" in refusal(f"--config={path}:diloco")
     (tmp_path / "config.toml").write_text(json.dumps({}))
     assert "neither .py nor .json" in refusal(f"--config={tmp_path / 'config.toml'}")
+
+
+def test_a_required_flag_under_another_name_is_answered_with_its_name(file):
+    parser = make_parser("A tool.")
+    parser.add_argument("--workdir", required=True)
+    with pytest.raises(UserError, match=r"unknown argument '--work_dir=x': did you mean '--workdir'\?"):
+        parser.parse_args(["--work_dir=x"])
+
+
+def test_the_bare_name_of_a_config_is_answered_with_its_path():
+    assert "did you mean configs/quickstart.py?" in refusal("--config=quickstart")
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name(file):

@@ -53,7 +53,7 @@ def test_an_empty_path_is_refused(kind):
 @pytest.mark.parametrize(
     ("kind", "pattern"),
     [
-        ("jsonl", r"\*\.jsonl, \*\.jsonl\.gz, \*\.jsonl\.zst"),
+        ("jsonl", r"\*\.jsonl, \*\.ndjson, \*\.jsonl\.gz, .*\*\.json\.gz"),
         ("c4", r"c4-train\.\*\.json\.gz"),
         ("parquet", r"\*\.parquet"),
         ("text", r"\*\.md, \*\.py, \*\.rst, \*\.txt"),
@@ -154,7 +154,7 @@ def test_a_parquet_file_damaged_inside_is_named_when_it_is_read(tmp_path):
 def test_rows_whose_columns_differ_in_length_are_refused(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2]] * 4, "label": [[2, 3]] * 3 + [[2]]})
     assert_refused(
-        DataConfig(kind="parquet", path=str(tmp_path)), r"0\.parquet, row 3 .* has 2 input_ids and 1 values in label"
+        DataConfig(kind="parquet", path=str(tmp_path)), r"0\.parquet, row 3 .*: 2 input_ids and 1 values in label"
     )
 
 

@@ -1,6 +1,7 @@
 """JSON lines of any name and compression, read as one data set."""
 
 import gzip
+import itertools
 import json
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ import pytest
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
+from noloco_jax.data.from_config import open_source
+from noloco_jax.data.json_lines import parse_text
 from noloco_jax.errors import UserError
-from support.data_makers import documents, open_streams, read_through, write_counting, write_json_lines
+from support.data_makers import OPTIONS, documents, open_streams, read_through, write_counting, write_json_lines
 
 BYTE = ByteTokenizer()
 
@@ -26,8 +29,8 @@ def test_plain_and_compressed_files_are_read_in_sorted_order(tmp_path):
     write_json_lines(tmp_path / "b.jsonl.gz", ["wo", "rl"])
     write_json_lines(tmp_path / "a.jsonl", ["hel"])
     write_json_lines(tmp_path / "a b.jsonl.zst", ["lo ", ""])
-    write_json_lines(tmp_path / "deep" / "c.jsonl.bz2", ["d"])
-    write_json_lines(tmp_path / "deep" / "c.jsonl.xz", ["!"])
+    write_json_lines(tmp_path / "deep" / "c.json.gz", ["d"])
+    write_json_lines(tmp_path / "deep" / "d.NDJSON", ["!"])
     write_json_lines(tmp_path / "notes.json", ["not this"])
     config = config_for("elsewhere", validation_path=str(tmp_path), sequence_length=11)
     (batch,) = validation_batches(config, BYTE, num_batches=5)
@@ -42,7 +45,7 @@ def test_a_path_to_a_single_file_may_have_any_name(tmp_path):
     assert BYTE.decode(batch["input_ids"][0]) == "abcd"
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2", ".xz"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_a_stream_resumes_in_the_middle_of_a_file(tmp_path, suffix):
     write_json_lines(tmp_path / f"0.jsonl{suffix}", [f"{first} {count}" for first, count in documents(60)])
     config = config_for(tmp_path, validation_path="elsewhere", shuffle_buffer=5)
@@ -64,6 +67,25 @@ def test_one_document_in_fifty_is_held_out_of_few_or_many_files(tmp_path):
         held_out = [span for span in spans if span[0] not in trained]
         assert 15 <= len(held_out) <= 25, name
         assert len(trained) + sum(count for _, count in held_out) == total
+
+
+@pytest.mark.parametrize("period", [2, 10, 50])
+def test_documents_that_take_turns_are_held_out_alike(tmp_path, period):
+    """Held out by number modulo 50, all 40 of 2,000 would be of one turn."""
+    texts = [f"{k % period}" for k in range(2000)]
+    write_json_lines(tmp_path / "0.jsonl", texts)
+    source = open_source(config_for(tmp_path), BYTE, validation=True, seed=0, vocab_size=None)
+    shard = source.open_shard(0, 0, 1, ())
+    found = [parse_text(line, OPTIONS) for line in iter(map(shard.get, itertools.count()).__next__, None)]
+    assert 35 <= len(found) <= 45
+    assert len(set(found)) >= min(period, 20)
+
+
+def test_some_held_out_document_has_text(tmp_path):
+    """All but two lines are empty, and these are not in the middle of the first fifty."""
+    write_json_lines(tmp_path / "0.jsonl", ["", "", "train", "", "validation", *[""] * 95])
+    (batch,) = validation_batches(config_for(tmp_path, sequence_length=20), BYTE, num_batches=2)
+    assert BYTE.decode(batch["input_ids"][0]).startswith("validatio")
 
 
 def test_one_of_two_documents_is_held_out(tmp_path):
@@ -116,6 +138,8 @@ def test_each_source_of_a_mixture_has_its_own_text_field(tmp_path):
             '{"body": "a", "url": "b"}',
             r"line 3 .* \(its fields are \['body', 'url'\]\): .*data\.text_column",
         ),
+        ('{"text": "a\0b"}', r"line 3 .* \(it holds NUL bytes"),
+        ("\0\0\0{", r"line 3 .* \(it holds NUL bytes"),
         ('{"text": null}', r"line 3 .* \(\"text\" is null\)"),
         ('{"text": 3}', r"line 3 .* \(\"text\" is a number\)"),
         ('{"text": ["' + "a" * 999 + '"]}', r"line 3 .* \(\"text\" is a list\)"),
@@ -131,6 +155,16 @@ def test_a_line_without_text_is_refused_with_its_reason_or_skipped(tmp_path, cap
     batches = validation_batches(replace(config, on_bad_shard="skip"), BYTE, num_batches=5)
     assert "".join(BYTE.decode(batch["input_ids"][0]) for batch in batches)[:11] == "abcdabcdabc"
     assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_skipped_documents_are_counted_rather_than_listed(tmp_path, capfd):
+    lines = [json.dumps({"text": "abcd" if k % 2 else None}) for k in range(300)]
+    (tmp_path / "0.jsonl").write_text("\n".join(lines) + "\n")
+    config = config_for("elsewhere", validation_path=str(tmp_path), on_bad_shard="skip")
+    assert len(validation_batches(config, BYTE, num_batches=500)) == 150
+    told = capfd.readouterr().err.splitlines()
+    assert [line for line in told if "line 1 " in line] == told[:1]
+    assert len(told) == 3 and "100 documents so far" in told[2]
 
 
 def test_a_very_long_number_beside_the_text_is_accepted(tmp_path):

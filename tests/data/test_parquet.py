@@ -254,6 +254,31 @@ def test_nulls_are_refused_with_file_and_row(tmp_path):
             all_of_validation(config_for(4), tmp_path, ByteTokenizer())
 
 
+@pytest.mark.parametrize("kind", ["text", "null list", "null in a list", "fewer labels"])
+def test_a_row_that_cannot_be_read_is_an_empty_row_under_skip(tmp_path, capfd, kind):
+    """It keeps its number, so that a saved position stays that of the same rows."""
+    rows: list = [[k, k + 1] for k in range(0, 600, 2)]
+    values = {"input_ids": [*rows], "labels": [*rows]}
+    if kind == "text":
+        values = {"text": [f"{k:3}" for k in range(300)]}
+        values["text"][210] = None
+    elif kind == "null list":
+        values["input_ids"][210] = None
+    elif kind == "null in a list":
+        values["labels"][210] = [None, 421]
+    else:
+        values["labels"][210] = [420]
+    pq.write_table(pa.table(values), tmp_path / "0.parquet", row_group_size=37)
+    length = 3 if kind == "text" else 2
+    config = replace(config_for(length), add_bos=False, add_eos=False)
+    with pytest.raises(UserError, match=r"0\.parquet, row 210 .*--config\.data\.on_bad_shard=skip"):
+        all_of_validation(config, tmp_path, ByteTokenizer())
+    inputs, _ = all_of_validation(replace(config, on_bad_shard="skip"), tmp_path, ByteTokenizer())
+    found = [int(bytes(row.tolist())) for row in inputs[:-1]] if kind == "text" else inputs[:, 0] // 2
+    assert list(found) == [k for k in range(299 if kind == "text" else 300) if k != 210]
+    assert "row 210" in capfd.readouterr().err
+
+
 def test_a_text_column_is_tokenized(tmp_path):
     texts = ["one", "", "zwei drei", "四"]
     pq.write_table(pa.table({"url": ["x"] * 4, "text": texts}), tmp_path / "0.parquet", row_group_size=1)

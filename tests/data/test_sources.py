@@ -20,7 +20,7 @@ from noloco_jax.errors import UserError
 from support.data_makers import OPTIONS, CountingTokenizer, open_streams, write_c4
 
 BYTE = ByteTokenizer()
-ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False)
+ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False, vocab_size=None)
 
 PIECE = 8192  # bytes
 SPLITS = ("validation", "train")
@@ -63,6 +63,11 @@ def test_a_long_file_is_split_at_line_ends_without_loss(tmp_path):
     assert len(pieces) == -(-len(text.encode()) // PIECE) > 3
     assert "".join(pieces) == text
     assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "0.txt").write_bytes("\ufeffone\ufefftwo".encode())
+    assert read_texts(tmp_path) == ["one\ufefftwo"]
 
 
 def test_a_file_without_line_ends_is_split_between_characters(tmp_path):
