@@ -81,7 +81,7 @@ class Sync(Protocol):
         ...
 
     def finish(self, state: TrainState, step: int) -> TrainState:
-        """Complete the exchanges in flight after the last inner step."""
+        """Complete the exchanges in flight after the last inner step; no correction stays pending."""
         ...
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
@@ -130,6 +130,9 @@ class CollectiveSync(Sync):
         return self._outer_steps(self._corrected(state, step), int(self._schedule.due(step)))
 
     def finish(self, state: TrainState, step: int) -> TrainState:
+        if self._programs.correct_step is not None:
+            assert state.outer is not None
+            state = self._apply_corrections(state, int(state.outer.round))
         if self._programs.final_merge is None:
             return state
         return state._replace(params=self._programs.final_merge(state.params))
@@ -142,8 +145,12 @@ class CollectiveSync(Sync):
         if self._programs.correct_step is None:
             return state
         assert self._schedule is not None and state.outer is not None
-        entered = int(state.outer.rule.entered)
-        for number in range(entered, int(state.outer.round) - self._schedule.on_the_way(step)):
+        return self._apply_corrections(state, int(state.outer.round) - self._schedule.on_the_way(step))
+
+    def _apply_corrections(self, state: TrainState, end: int) -> TrainState:
+        """Apply the pending corrections of outer steps before `end`."""
+        assert self._programs.correct_step is not None and state.outer is not None
+        for number in range(int(state.outer.rule.entered), end):
             state = self._kept(state, number)
             params, outer = self._programs.correct_step(state.params, state.outer)
             state = state._replace(params=params, outer=outer)

@@ -7,9 +7,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-from noloco_jax.config import MeshConfig, OuterConfig
+from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
 from noloco_jax.run.sync import BackgroundSync
@@ -23,6 +24,40 @@ CONFIG = dataclasses.replace(modes.CONFIG, outer=OuterConfig(sync_every=2, delay
 
 def collectives(program: Any) -> list[Collective]:
     return list(read_hlo(program.as_text(), {"replica": 4, "stage": 1, "fsdp": 1, "tensor": 1}).collectives())
+
+
+def after_steps(config: TrainConfig, num_steps: int) -> tuple[Any, Any, Any]:
+    """Return the programs, the exchanges, and the state after steps by noise."""
+    programs = modes.programs_of(config)
+    sync, state = modes.sync_of(config, programs), programs.init(jax.random.key(0))
+    for step in range(1, num_steps + 1):
+        state, _ = sync.after_step(modes.pushed(config, state, step), step, 1)
+    return programs, sync, state
+
+
+@pytest.mark.parametrize("replica", [1, 2], ids=["collective", "background"])
+def test_finish_applies_every_pending_correction(replica):
+    """Replicas of DiLoCo are equal after an outer step, and with its correction pending they are apart."""
+    outer = OuterConfig(sync_every=2, delay=2)
+    config = dataclasses.replace(CONFIG, method="diloco", mesh=MeshConfig(replica=replica), outer=outer)
+    programs, sync, state = after_steps(config, 4)
+    pending = float(programs.spread(state.params))
+    state = sync.finish(state, 4)
+    sync.close(state, True)
+    assert pending > 1e-3 and float(programs.spread(state.params)) < 1e-7
+
+
+def test_settle_stores_the_corrections_of_all_exchanges_in_flight():
+    """A collective exchange stores each at once: its state is the oracle."""
+    config = dataclasses.replace(CONFIG, outer=OuterConfig(sync_every=4, delay=4, fragments=4))
+    states = []
+    for replica in (1, 2):
+        _, sync, state = after_steps(dataclasses.replace(config, mesh=MeshConfig(replica=replica)), 5)
+        states.append(jax.device_get(sync.settle(state)[0].outer.rule.correction))
+        sync.close(state, False)
+    collective, background = states
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(collective))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7), background, collective)
 
 
 def test_device_programs_send_nothing_between_replicas():
