@@ -23,8 +23,9 @@ from noloco_jax.outer.moments import LateMoments, Moments
 from noloco_jax.outer.rule import computed
 from noloco_jax.schedule import own_round, pairing_round
 from noloco_jax.spmd import sharding
-from noloco_jax.spmd.programs import REPLICAS, build_programs
+from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.routing import routed_bytes
+from noloco_jax.spmd.sharding import REPLICAS
 
 _TYPICAL = 1024  # number of steps to average over
 Bytes = int | float

@@ -28,7 +28,8 @@ from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.compile import without_cache
 from noloco_jax.spmd.offload import from_rest
-from noloco_jax.spmd.programs import SLOT, Programs, build_moments, build_outer, of_moments, outer_axes, over_mesh
+from noloco_jax.spmd.programs import Programs, build_moments, build_outer, of_moments, outer_axes, over_mesh
+from noloco_jax.spmd.sharding import SLOT
 
 PyTree = Any
 

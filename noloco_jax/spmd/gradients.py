@@ -3,12 +3,15 @@
 Axes: L replicas, M micro-batches, B sequences, T positions.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.exchange.axes import AxisName, names_of
+from noloco_jax.exchange.groups import all_mean
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.kind import from_params
 
@@ -31,16 +34,21 @@ def merge_microbatches(x_MLB: jax.Array) -> jax.Array:
     return jnp.moveaxis(x_MLB, 0, 2).reshape(replicas, batch * num_microbatches, *x_MLB.shape[3:])
 
 
-def token_share(batch: Batch) -> jax.Array:
-    """Return the weight of one label in its replica's mean loss: one over the number of labels.
+def label_weights(batch: Batch, mean_over: AxisName | None = None) -> jax.Array:
+    """Return the weight of a label of each replica in its training loss: one over the replica's number of labels.
 
     Args:
-      batch: `labels` (..., B, T), each entry of the leading axes a replica's batch.
+      batch: `labels` (L, B, T), of the L replicas of a device.
+      mean_over: the axes of all replicas, if their gradients are averaged: the weight is then one over the mean number
+        of labels, so that the mean of the gradients is that of one large batch.
 
     Returns:
-      float32 (...,); 1 for a batch without labels.
+      float32 (L,); 1 without labels.
     """
-    return 1.0 / jnp.maximum(num_labels(batch["labels"]), 1.0)
+    number_L = num_labels(batch["labels"])
+    if mean_over is not None:
+        number_L = jax.vmap(partial(all_mean, axis_name=mean_over), axis_name=names_of(mean_over)[-1])(number_L)
+    return 1.0 / jnp.where(number_L > 0, number_L, 1.0)
 
 
 def num_labels(labels: jax.Array) -> jax.Array:
@@ -54,19 +62,20 @@ def loss_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Arr
 
 
 def replica_gradient(
-    config: ModelConfig, num_microbatches: int, params: PyTree, batch: Batch
+    config: ModelConfig, num_microbatches: int, params: PyTree, batch: Batch, weight: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """Return the gradient of a replica's mean training loss, and the mean loss of its labels, both in float32.
+    """Return the gradient of a replica's training loss, and the loss of its labels, both in float32.
+
+    The loss is a sum over labels, each with the weight `weight` (`label_weights`).
 
     Micro-batches are run one after another, which takes less memory than the whole batch and gives its result. Their
     gradients are summed in float32, whatever the dtype of the parameters. An auxiliary loss has a part in the gradient
     alone, and is of each micro-batch by itself.
     """
-    share = token_share(batch)
 
     def objective(params: PyTree, part: Batch) -> tuple[jax.Array, jax.Array]:
         total, _, auxiliary = from_params(config, params).training_loss_sum(part)
-        return (total + auxiliary) * share, total * share
+        return (total + auxiliary) * weight, total * weight
 
     def gradient_of(part: Batch) -> tuple[PyTree, jax.Array]:
         gradient, loss = jax.grad(objective, has_aux=True)(params, part)

@@ -10,11 +10,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from noloco_jax.config import ModelConfig, TrainConfig
+from noloco_jax.methods import method_of
 from noloco_jax.model.kind import kind_of
 from noloco_jax.model.loss import logits_at_once
 from noloco_jax.spmd import pipeline, virtual_pipeline
-from noloco_jax.spmd.gradients import Batch, loss_sum, replica_gradient, token_share
+from noloco_jax.spmd.gradients import Batch, label_weights, loss_sum, replica_gradient
 from noloco_jax.spmd.routing import draw_routes, num_ticks, route_pool
+from noloco_jax.spmd.sharding import REPLICAS
 from noloco_jax.spmd.stages import sum_copies
 
 PyTree = Any
@@ -28,7 +30,8 @@ class Losses(NamedTuple):
     """Functions of the L replicas of a device, for use inside `shard_map` over `replica` and `stage`.
 
     Attributes:
-      gradient: (params, batch, step) -> (gradients, mean loss (L,)) of the training step `step`.
+      gradient: (params, batch, step) -> (gradients, loss (L,)) of the training step `step`: the mean over a replica's
+        labels. If gradients are averaged, the labels of all replicas weigh alike.
       evaluate: (params, batch) -> (summed loss (L,), number of labels (L,)), every replica through its own stages.
     """
 
@@ -39,9 +42,11 @@ class Losses(NamedTuple):
 def build_losses(config: TrainConfig, mesh: Mesh | AbstractMesh) -> Losses:
     """Build the functions for a run on a mesh; stages without devices of their own run one after another."""
     model, num_microbatches, num_stages = config.model, config.num_microbatches, config.mesh.stage
+    weights = partial(label_weights, mean_over=REPLICAS if method_of(config).averages_gradients else None)
     if num_stages == 1:
         over_slots = jax.lax.map if replicas_at_once(config, mesh) == 1 else _at_once
-        return Losses(partial(_whole_gradient, model, num_microbatches, over_slots), partial(_whole_evaluate, model))
+        gradient = partial(_whole_gradient, model, num_microbatches, over_slots, weights)
+        return Losses(gradient, partial(_whole_evaluate, model))
     routed_nll = partial(pipeline.routed_nll, model, num_microbatches)
     if mesh.shape["stage"] == 1:
         routed_nll = partial(virtual_pipeline.routed_nll, model, num_stages, num_microbatches)
@@ -50,7 +55,9 @@ def build_losses(config: TrainConfig, mesh: Mesh | AbstractMesh) -> Losses:
     )
     ticks = num_ticks(num_microbatches, num_stages)
     return Losses(
-        partial(_routed_gradient, model, routed_nll, pool, partial(draw_routes, len(pool), ticks, config.seed)),
+        partial(
+            _routed_gradient, model, routed_nll, weights, pool, partial(draw_routes, len(pool), ticks, config.seed)
+        ),
         partial(_routed_evaluate, routed_nll, fixed, ticks),
     )
 
@@ -92,10 +99,11 @@ def _at_once(function: Callable[[Any], Any], slots: Any) -> Any:
 
 
 def _whole_gradient(
-    model: ModelConfig, num_microbatches: int, over_slots, params: PyTree, batch: Batch, step: jax.Array
+    model: ModelConfig, num_microbatches: int, over_slots, weights, params: PyTree, batch: Batch, step: jax.Array
 ):
     del step
-    return over_slots(lambda slot: replica_gradient(model, num_microbatches, *slot), (params, batch))
+    slots = (params, batch, weights(batch))
+    return over_slots(lambda slot: replica_gradient(model, num_microbatches, *slot), slots)
 
 
 def _whole_evaluate(model: ModelConfig, params: PyTree, batch: Batch):
@@ -103,10 +111,12 @@ def _whole_evaluate(model: ModelConfig, params: PyTree, batch: Batch):
 
 
 def _routed_gradient(
-    model: ModelConfig, routed_nll, pool: np.ndarray, routes_of, params: PyTree, batch: Batch, step: jax.Array
+    model: ModelConfig, routed_nll, weights, pool: np.ndarray, routes_of, params: PyTree, batch: Batch, step: jax.Array
 ):
+    weight_L = weights(batch)
+
     def objective(params: PyTree):
-        weighted_L, _, auxiliary_L = routed_nll(pool, params, batch, token_share(batch), routes_of(step))
+        weighted_L, _, auxiliary_L = routed_nll(pool, params, batch, weight_L, routes_of(step))
         # JAX differentiates the sum over devices, and every stage returns its replica's loss, hence the division. Of
         # the auxiliary loss it returns its own layers' share.
         return jnp.sum(weighted_L) / jax.lax.axis_size("stage") + jnp.sum(auxiliary_L), weighted_L
@@ -116,5 +126,5 @@ def _routed_gradient(
 
 
 def _routed_evaluate(routed_nll, pool: np.ndarray, num_ticks: int, params: PyTree, batch: Batch):
-    one_L = jnp.ones_like(token_share(batch))
+    one_L = jnp.ones(len(batch["labels"]), jnp.float32)
     return routed_nll(pool, params, batch, one_L, jnp.zeros(num_ticks, jnp.int32))[:2]

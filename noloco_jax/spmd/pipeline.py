@@ -119,7 +119,10 @@ def routed_nll(
         return token_nll(h_BTD, kernel_DV, labels_BT, weight_B, vocab_size=model.vocab_size, axis_name="stage")
 
     parts = jax.tree.map(lambda x: split_microbatches(x, num_microbatches), batch)
-    h_MLBTD = sum_over_stages(jax.vmap(lambda ids_LBT: lax.map(look_up, (vocabulary, ids_LBT)))(parts["input_ids"]))
+    ids_MLBT = parts["input_ids"]
+    h_MLBTD = sum_over_stages(jax.vmap(lambda ids_LBT: lax.map(look_up, (vocabulary, ids_LBT)))(ids_MLBT))
+    is_token_MLBT = (ids_MLBT >= 0) & (ids_MLBT < model.vocab_size)
+    h_MLBTD = jnp.where(is_token_MLBT[..., None], h_MLBTD, jnp.nan)  # as in a whole model
     weight_ML = jnp.broadcast_to(weight_L, (num_microbatches, *weight_L.shape))
     entering = (h_MLBTD, parts.get("segment_ids"), parts["labels"], weight_ML)
     entering = jax.tree.map(lambda x: _append_zeros(x, num_stages - 1), entering)

@@ -29,15 +29,13 @@ from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer, moment_decays
 from noloco_jax.spmd.losses import Losses, build_losses
+from noloco_jax.spmd.sharding import REPLICAS, SLOT
 from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processes
 from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
 PyTree = Any
 # Options for programs that run once: optimizing them takes longer than running them.
 RUN_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Axes of the replicas inside the programs: devices, and the slots of one device.
-REPLICAS = ("replica", "slot")
-SLOT = REPLICAS[1]
 
 
 class TrainState(NamedTuple):

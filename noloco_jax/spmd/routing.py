@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.draws import ROUTES, below
+from noloco_jax.draws import ROUTES, below, permutation
 
 # Fewer replicas than this get several Latin squares, for more variety.
 _LEAST_ROUTES = 8
@@ -24,12 +24,11 @@ def route_pool(num_replicas: int, num_stages: int, seed: int, routing: str) -> n
     """
     if routing == "fixed" or num_replicas == 1:
         return np.tile(np.arange(num_replicas, dtype=np.int32), (1, num_stages - 1, 1))
-    rng = np.random.default_rng([seed, num_replicas, num_stages])
     pool = []
-    for _ in range(-(-_LEAST_ROUTES // num_replicas)):
+    for block in range(-(-_LEAST_ROUTES // num_replicas)):
         squares = []
-        for _ in range(num_stages - 1):
-            rows, columns, symbols = (rng.permutation(num_replicas) for _ in range(3))
+        for boundary in range(num_stages - 1):
+            rows, columns, symbols = (permutation(num_replicas, seed, ROUTES, block, boundary, i) for i in range(3))
             squares.append(symbols[(rows[:_MOST_ROUTES, None] + columns[None, :]) % num_replicas])
         pool.append(np.stack(squares, axis=1))
     return np.concatenate(pool).astype(np.int32)

@@ -19,6 +19,9 @@ from noloco_jax.outer.transform import OuterOptimizer
 
 PyTree = Any
 
+# Axes of the replicas inside programs: devices, and the slots of one device.
+REPLICAS = ("replica", "slot")
+SLOT = REPLICAS[1]
 # Axes that are manual in `shard_map`; `fsdp` and `tensor` are left to the partitioner.
 MANUAL_AXES = ("replica", "stage")
 

@@ -20,7 +20,8 @@ from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd.offload import from_rest
-from noloco_jax.spmd.programs import SLOT, Programs, build_moments, build_outer, of_moments, outer_axes, shardings_of
+from noloco_jax.spmd.programs import Programs, build_moments, build_outer, of_moments, outer_axes, shardings_of
+from noloco_jax.spmd.sharding import SLOT
 from noloco_jax.spmd.shared_batch import spans_processes
 from noloco_jax.wires import moments_wire
 

@@ -169,6 +169,22 @@ def test_the_load_balancing_loss_is_trained_but_neither_logged_nor_evaluated():
     np.testing.assert_allclose(step.grad_norm[0, 0], norm, rtol=1e-5)
 
 
+def test_the_load_balancing_loss_is_a_term_of_the_mean_loss_whatever_labels_are_left_out():
+    """The load is of all positions: without three quarters of the labels the term is the same."""
+    batch = packed_batch([[16], [16]], EVERY_PART.vocab_size)
+    without = dataclasses.replace(EVERY_PART, router_aux_loss_coef=0.0)
+
+    @jax.jit
+    def term(labels_BT):
+        value, plain = (
+            kind.loss(config, start(), batch | {"labels": labels_BT})[0] for config in (EVERY_PART, without)
+        )
+        return value - plain
+
+    masked = np.where(np.arange(batch["labels"].shape[1]) < 4, batch["labels"], -100)
+    np.testing.assert_allclose(term(masked), term(batch["labels"]), rtol=1e-5)
+
+
 def test_packed_documents_do_not_affect_each_other():
     config = dataclasses.replace(EVERY_PART, router_aux_loss_coef=0.0)
     lengths = [[5, 1, 10], [16], [7, 9]]

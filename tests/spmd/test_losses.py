@@ -35,7 +35,7 @@ def test_replicas_at_once_get_the_gradients_that_each_gets_alone(document_mask, 
 
     for replica in range(3):
         own = jax.tree.map(lambda x, replica=replica: x[replica], (params, batch))
-        expected, expected_loss = jax.jit(replica_gradient, static_argnums=(0, 1))(config.model, 2, *own)
+        expected, expected_loss = jax.jit(replica_gradient, static_argnums=(0, 1))(config.model, 2, *own, 1 / 24)
         np.testing.assert_allclose(actual_loss[replica], expected_loss, rtol=1e-6)
         of_replica = jax.tree.map(lambda x, replica=replica: x[replica], actual)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), of_replica, expected)

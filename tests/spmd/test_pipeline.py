@@ -11,14 +11,14 @@ import pytest
 from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
-from noloco_jax.model.kind import init_params
+from noloco_jax.model.kind import init_params, loss
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.routing import draw_routes, route_pool
 from noloco_jax.spmd.stages import resize_vocabulary
 from support import tiny_model
 from support.initial import initial_state
-from support.tiny_model import Tiny
+from support.tiny_model import Balanced, Tiny
 
 N, B, T, V = 4, 4, 8, 29  # stages pad the vocabulary
 
@@ -29,15 +29,18 @@ def run_config(
     num_microbatches=2,
     remat="none",
     vocab_size=V,
+    method="noloco",
+    kind=tiny_model.BALANCED,
     **mesh,
 ):
     return from_dict(
         {
+            "method": method,
             "num_replicas": N,
             "num_microbatches": num_microbatches,
             "num_steps": 20,
             "model": {
-                "kind": tiny_model.KIND,
+                "kind": kind,
                 "vocab_size": vocab_size,
                 "hidden_size": 16,
                 "intermediate_size": 32,
@@ -48,7 +51,7 @@ def run_config(
             },
             "mesh": {"stage": num_stages, "routing": routing, **mesh},
             "inner": {"warmup_steps": 0, "lr": 1e-2, "eps": 1e-3},  # well above rounding, which Adam would amplify
-            "outer": {"sync_every": 2},
+            "outer": {"sync_every": 2} if method == "noloco" else {},
             "data": {"batch_size": B, "sequence_length": T},
         }
     )
@@ -117,7 +120,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fixed_routing_equals_the_model_without_stages(layout):
     """Other layouts agree by random routing; `test_moe` trains by Muon on stages, heads and all."""
-    assert_same_run(trajectory(*LAYOUTS[layout]), trajectory(run_config(1, "fixed", 1), 1))
+    assert_same_run(trajectory(*LAYOUTS[layout]), trajectory(run_config(1, "fixed"), 1))
 
 
 def pick(tree, *index):
@@ -125,16 +128,23 @@ def pick(tree, *index):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-@functools.partial(jax.value_and_grad, argnums=1)
+@functools.partial(jax.value_and_grad, argnums=1, has_aux=True)
 def push(model, route, batch, weight):
-    """Return the weighted loss of one micro-batch through the replicas on its route, and its gradient."""
-    ends = Tiny.from_params(model, {name: route[name] for name in ("embed", "norm", "head")})
+    """Return the weighted loss of one micro-batch through the replicas on its route, and its gradient.
+
+    The auxiliary loss has a part in the gradient alone.
+    """
+    ends = Balanced.from_params(model, {name: route[name] for name in ("embed", "norm", "head")})
     h_BTD = ends.embed_tokens(batch["input_ids"])
+    auxiliary = 0.0
     for blocks in route["blocks"]:
-        h_BTD = Tiny.from_params(model, {"blocks": blocks}).run_blocks(h_BTD)
+        h_BTD, of_stage = Balanced.from_params(model, {"blocks": blocks}).run_blocks_in_training(h_BTD)
+        auxiliary += of_stage
     log_p_BTV = jax.nn.log_softmax(ends.final_norm(h_BTD) @ route["head"])
     nll_BT = -jnp.take_along_axis(log_p_BTV, jnp.maximum(batch["labels"], 0)[..., None], axis=-1)[..., 0]
-    return weight * jnp.sum(nll_BT * (batch["labels"] != -100))
+    live_BT = batch["labels"] != -100
+    loss = weight * jnp.sum(nll_BT * live_BT)
+    return loss + weight * jnp.sum(live_BT) * auxiliary, loss
 
 
 def oracle(config, params, batch, step):
@@ -154,7 +164,7 @@ def oracle(config, params, batch, step):
             stages = [slice(stage * layers, (stage + 1) * layers) for stage in range(num_stages)]
             # All replicas start from equal weights: a route shows only in where its gradients go.
             route = params | {"blocks": [pick(params["blocks"], chosen) for chosen in stages]}
-            loss, gradient = push(model, route, pick(batch, source, slice(m * rows, (m + 1) * rows)), weight)
+            (_, loss), gradient = push(model, route, pick(batch, source, slice(m * rows, (m + 1) * rows)), weight)
             losses[replicas[-1]] += loss
             gradients["embed"][replicas[0]] += gradient["embed"]
             for name in ("norm", "head"):
@@ -173,6 +183,31 @@ def test_random_routing_equals_the_one_by_one_oracle(config):
     expected_losses, expected_norms = oracle(config, params, batches(4, config.model.vocab_size)[0], jnp.int32(1))
     np.testing.assert_allclose(losses[0], expected_losses, rtol=1e-5)
     np.testing.assert_allclose(norms[0], expected_norms, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_devices"),
+    [
+        ({"num_stages": 1, "routing": "fixed"}, 1),
+        ({"num_stages": 1, "routing": "fixed", "replica": 2}, 2),
+        ({}, 1),
+        ({"replica": 2}, 4),
+    ],
+    ids=["one device", "two devices", "stages on one device", "stages on four devices"],
+)
+def test_ddp_is_one_large_batch_where_replicas_have_unequal_numbers_of_labels(mesh, num_devices):
+    config = run_config(method="ddp", kind=tiny_model.KIND, **mesh)
+    programs, batch = programs_of(config, num_devices), batches(4)[0]
+    assert len({(labels != -100).sum() for labels in batch["labels"]}) == 3
+    params, inner, _ = initial_state(programs)
+    placed = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in batch.items()}
+    _, _, metrics = programs.inner_step(params, inner, placed, jnp.int32(1))
+    large = {name: x.reshape(N * B, T) for name, x in batch.items()}
+    initial = init_params(config.model, jax.random.key(0))
+    (expected, _), gradient = jax.value_and_grad(functools.partial(loss, config.model), has_aux=True)(initial, large)
+    norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in jax.tree.leaves(gradient)))
+    np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
+    np.testing.assert_allclose(np.mean(metrics.loss), expected, rtol=1e-5)
 
 
 FOUR_STAGES = "2 replicas x 4 stages"
@@ -223,6 +258,19 @@ def test_evaluation_takes_fixed_routes():
         live_BT = batch["labels"][i] != -100
         np.testing.assert_allclose(nll_N[i], jnp.sum(nll_BT * live_BT), rtol=1e-4)
         assert tokens_N[i] == live_BT.sum()
+
+
+@pytest.mark.parametrize("token", [-1, V, 32])
+@pytest.mark.parametrize(("num_stages", "num_devices"), [(1, 1), (2, 1), (2, 8)])
+def test_a_token_outside_the_vocabulary_makes_the_loss_nan_in_every_layout(token, num_stages, num_devices):
+    """The pipeline pads the vocabulary of 29 tokens to 32."""
+    config = run_config(num_stages, routing="fixed" if num_stages == 1 else "random")
+    programs = programs_of(config, num_devices)
+    batch = {name: x.copy() for name, x in batches(4)[0].items()}
+    batch["input_ids"][1, 0, 2] = token
+    batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in batch.items()}
+    nll_N, _ = programs.evaluate(initial_state(programs).params, batch)
+    assert np.isnan(np.asarray(nll_N)).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])

@@ -3,6 +3,7 @@
 Axes: B batch, T positions, D hidden width, V vocabulary.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -12,9 +13,12 @@ from flax import nnx
 from noloco_jax.config import ModelConfig
 from noloco_jax.model import kind
 from noloco_jax.model.kind import Stages, stacked, weight
+from noloco_jax.model.loss import token_nll
 from noloco_jax.model.placement import look_up
 
 KIND = "support.tiny_model:Tiny"
+BALANCED = "support.tiny_model:Balanced"
+_COEFFICIENT = 100.0  # makes the auxiliary loss's gradient about as large as that of the likelihood
 
 
 def _normal(config: ModelConfig, rngs: nnx.Rngs, *shape: int) -> jax.Array:
@@ -42,6 +46,7 @@ class Tiny(kind.Model):
     stages: ClassVar[Stages] = Stages("embed", "blocks", "norm", "head")
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
         self.embed = weight(_normal(config, rngs, config.vocab_size, config.hidden_size), "vocab", "hidden")
         self.blocks = stacked(lambda *, rngs: Block(config, rngs=rngs), config.num_layers, rngs)
         self.norm = weight(jnp.ones(config.hidden_size, config.param_dtype), None)
@@ -66,3 +71,24 @@ class Tiny(kind.Model):
 
     def head_kernel(self) -> jax.Array:
         return self._field("head")[...]
+
+
+class Balanced(Tiny):
+    """A Tiny with an auxiliary loss: the mean square of the stream after each layer, averaged over the layers."""
+
+    def run_blocks_in_training(
+        self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        graphdef, blocks = nnx.split(self._field("layers"))
+
+        def layer(h_BTD: jax.Array, block: Any) -> tuple[jax.Array, jax.Array]:
+            h_BTD = nnx.merge(graphdef, block)(h_BTD)
+            return h_BTD, jnp.mean(jnp.square(h_BTD))
+
+        h_BTD, squares_L = jax.lax.scan(layer, h_BTD, blocks)
+        return h_BTD, _COEFFICIENT / self.config.num_layers * squares_L.sum()
+
+    def training_loss_sum(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        h_BTD, auxiliary = self.run_blocks_in_training(self.embed_tokens(batch["input_ids"]))
+        total, num_labels = token_nll(self.final_norm(h_BTD), self.head_kernel(), batch["labels"])
+        return total, num_labels, auxiliary * num_labels
