@@ -24,7 +24,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 LONG = (
     *("processes/test_train", "run/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
     *("run/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
-    "processes/test_bucket_workdir",
     *("islands/test_come_and_go", "islands/test_own_loop", "islands/test_several_processes"),
     *(
         "processes/test_elastic",
@@ -110,15 +109,6 @@ def config(tmp_path_factory) -> Path:
     from support import processes  # imports jax
 
     return processes.write_config(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def servers():
-    """Start the server of a scheme, `s3` or `gs`, when a test file first asks for it."""
-    from support import buckets  # imports pyarrow
-
-    with buckets.servers() as start:
-        yield start
 
 
 @pytest.fixture

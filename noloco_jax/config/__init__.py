@@ -10,7 +10,6 @@ from noloco_jax.config.build import (
     to_dict,
     unchecked,
     unknown_field,
-    without_deleted,
 )
 from noloco_jax.config.changes import Change, changes, default_settings, unused_settings
 from noloco_jax.config.checks import validate
@@ -56,5 +55,4 @@ __all__ = [
     "unknown_field",
     "unused_settings",
     "validate",
-    "without_deleted",
 ]

@@ -19,7 +19,6 @@ from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import Entries, FieldInfo, field_at, fields_of, leaf_fields, shown
 from noloco_jax.errors import UserError, described
 from noloco_jax.files import write_whole
-from noloco_jax.storage.local_copies import named
 
 CONFIG_FILE = "config.json"
 _ENTRY_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -38,31 +37,6 @@ def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
 def unchecked(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
     """Build the configuration with types checked alone, for a caller that changes a field and then calls `validate`."""
     return _build(TrainConfig, _resolved(values) if isinstance(values, ConfigDict) else values, "")
-
-
-# Fields that earlier versions had and saved, with the value that changed nothing; None: any value.
-_DELETED = {"outer": {"final_steps": 0, "final_sync_every": None}}
-
-
-def without_deleted(values: Any) -> Any:
-    """Return a saved configuration without the fields that earlier versions had.
-
-    Raises:
-      UserError: if one was set, as its run cannot be resumed as it was.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    values = dict(values)
-    for group, fields in _DELETED.items():
-        if isinstance(values.get(group), Mapping):
-            for name, unused in fields.items():
-                if unused is not None and values[group].get(name, unused) != unused:
-                    raise UserError(
-                        f"{group}.{name}={values[group][name]} was set by an earlier version, and this one does not "
-                        "have it: resume with the version that saved it, or give another --workdir"
-                    )
-            values[group] = {name: value for name, value in values[group].items() if name not in fields}
-    return values
 
 
 def _resolved(values: ConfigDict) -> dict[str, Any]:
@@ -188,12 +162,10 @@ def load_saved(workdir: str | os.PathLike[str]) -> TrainConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{named(path)} is not there: give the --workdir of a run that was started") from None
+        raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None
     except ValueError as error:
-        raise UserError(
-            f"{named(path)} is not JSON ({error}): restore it, or start afresh in another --workdir"
-        ) from None
+        raise UserError(f"{path} is not JSON ({error}): restore it, or start afresh in another --workdir") from None
     try:
-        return from_dict(without_deleted(values))
+        return from_dict(values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

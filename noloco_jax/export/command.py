@@ -17,11 +17,10 @@ import jax
 
 from noloco_jax.config import load_saved, make_parser
 from noloco_jax.errors import UserError
-from noloco_jax.model.huggingface import CONFIG_FILE, check_has_format, check_new_folder
-from noloco_jax.run.bucket_reading import readable_workdir
+from noloco_jax.files import folder_of_flag
+from noloco_jax.model.huggingface import check_has_format, check_new_folder
 from noloco_jax.run.trained_model import load_for_export, tokenizer_of, write_model_folder
 from noloco_jax.storage.hub import check_push, push_folder
-from noloco_jax.storage.local_copies import new_folder, workdir_of_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,19 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.out is None and args.push is None:
         raise UserError("where to is missing: give --out=FOLDER, --push=USER/NAME or both")
-    if isinstance(args.out, Path):
+    if args.out is not None:
         check_new_folder(args.out)
     if args.push is not None:
         check_push(args.push)
     jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
-    with readable_workdir(args.workdir) as workdir:
-        saved = load_saved(workdir)
-        check_has_format(saved.model)
-        tokenizer = tokenizer_of(saved.data)
-        config, params, of = load_for_export(workdir, args.replica, tokenizer)
+    saved = load_saved(args.workdir)
+    check_has_format(saved.model)
+    tokenizer = tokenizer_of(saved.data)
+    config, params, of = load_for_export(args.workdir, args.replica, tokenizer)
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
-        with new_folder(args.out or Path(root, "model"), CONFIG_FILE, Path(root)) as folder:
-            written, *notes = write_model_folder(folder, params, config, tokenizer, of)
+        folder = args.out or Path(root, "model")
+        written, *notes = write_model_folder(folder, params, config, tokenizer, of)
         if args.out is not None:  # it stays, whatever becomes of the push
             print(written)
         if args.push is not None:
@@ -53,10 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.export")
-    parser.add_argument(
-        "--workdir", required=True, type=workdir_of_flag, help="a run's folder or address, with a checkpoint in it"
-    )
-    parser.add_argument("--out", type=workdir_of_flag, help="the folder or address to write, new or empty")
+    parser.add_argument("--workdir", required=True, type=folder_of_flag, help="a run's folder, with a checkpoint in it")
+    parser.add_argument("--out", type=folder_of_flag, help="the folder to write, new or empty")
     parser.add_argument("--push", metavar="USER/NAME", help="commit the model to this repository on the hub")
     parser.add_argument("--private", action="store_true", help="make that repository private where it is new")
     which = parser.add_mutually_exclusive_group()

@@ -21,16 +21,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import make_parser, parse_args, split_overrides
-from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.islands.roster import read_roster
-from noloco_jax.storage.addresses import is_writable_kind
-from noloco_jax.storage.local_copies import workdir_of_flag
 from noloco_jax.train.command import define_run_flags
 
 _TRAIN = "train as one of the islands"
@@ -119,7 +115,7 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         help="the address of this machine to listen at, where a router forwards another one (default: the port that "
         "the others dial, at all of the machine's addresses)",
     )
-    parser.add_argument("--workdir", required=True, type=_own_folder, metavar="DIR", help="the island's own folder")
+    parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
     define_run_flags(parser)
     parser.add_argument(
         "--pace",
@@ -145,16 +141,6 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         "long; 0: leave at once (default %(default)s)",
     )
     define_flags(parser)
-
-
-def _own_folder(text: str) -> Path:
-    """The workdir that a flag names; raise `UserError` for an address."""
-    if is_writable_kind(text):
-        raise UserError(
-            f"{text} is in a bucket, and an island keeps on a disk what it must know before others hear of it: give a "
-            "folder, and copy it once the island has ended"
-        )
-    return folder_of_flag(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -214,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     _define_workdirs_flag(gathering, required=True)
     gathering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="its workdir, new or empty")
     scattering = _command(commands, "scatter", "split a run of one program into islands")
-    scattering.add_argument("--workdir", required=True, type=workdir_of_flag, metavar="DIR", help="the run's folder")
+    scattering.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the run's folder")
     _define_roster_flag(scattering)
     scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")
     return parser
@@ -232,7 +218,7 @@ def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
     _define_keys_flag(parser)
     _define_workdirs_flag(parser, required=False)
     parser.add_argument(
-        "--out", required=True, type=workdir_of_flag, metavar="DIR", help="the folder to write, new or empty"
+        "--out", required=True, type=folder_of_flag, metavar="DIR", help="the folder to write, new or empty"
     )
     parser.add_argument(
         "--at_least", type=int, default=1, metavar="K", help="refuse a mean of fewer islands (default %(default)s)"
@@ -275,5 +261,5 @@ def _define_keys_flag(parser: argparse.ArgumentParser) -> None:
 
 def _define_workdirs_flag(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
-        "--workdirs", required=required, nargs="+", type=workdir_of_flag, metavar="DIR", help="folders of islands"
+        "--workdirs", required=required, nargs="+", type=folder_of_flag, metavar="DIR", help="folders of islands"
     )

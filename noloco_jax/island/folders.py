@@ -24,7 +24,6 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
-from noloco_jax.storage.local_copies import named
 
 Tell = Callable[[str], None]
 
@@ -43,7 +42,7 @@ def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell:
     """
     if config.outer.delay:
         raise UserError(
-            f"outer.delay={config.outer.delay}: the checkpoints of {named(workdir)} hold corrections that are not "
+            f"outer.delay={config.outer.delay}: the checkpoints of {workdir} hold corrections that are not "
             "applied yet, which islands have no place for: only a run without a delay can be split"
         )
     for name in roster.names:
@@ -53,7 +52,7 @@ def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell:
 
     def read(step: int | None) -> tuple[int, TrainState, list[dict], Totals]:
         if step is None:
-            raise UserError(f"{named(workdir)} holds no checkpoint: train first, or give another folder")
+            raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
         elastic.check_elastic(config, checkpoints.saved_shape(step))
         positions = elastic.data_positions(checkpoints, step, config.num_replicas)
         return step, _state(checkpoints, step, config, _flat_programs(config)), positions, checkpoints.totals(step)
@@ -84,7 +83,7 @@ def gather(workdirs: Sequence[Path], out: Path, tell: Tell) -> None:
         raise UserError("--workdirs names one island, and one program has more: give those of others too")
     number = parts[0].position["num_replicas"]
     for part in parts:
-        tell(f"{named(part.workdir)}: replica {part.position['replica']} of {number} after step {part.step}")
+        tell(f"{part.workdir}: replica {part.position['replica']} of {number} after step {part.step}")
     missing = sorted(set(range(number)) - {part.position["replica"] for part in parts})
     if missing:
         tell(f"without replica {', '.join(map(str, missing))}: its share of the data is not read before the next epoch")
@@ -111,7 +110,7 @@ def configs_of_islands(workdirs: Sequence[Path]) -> Mapping[Path, TrainConfig]:
     for workdir in workdirs:
         if (workdir / ISLAND_FILE).exists() and not (workdir / CONFIG_FILE).exists():
             raise UserError(
-                f"{named(workdir)} is of an island in a loop of its own (noloco_jax.Island), of which the commands "
+                f"{workdir} is of an island in a loop of its own (noloco_jax.Island), of which the commands "
                 "know no model: call island.merge(params) there"
             )
     configs = {workdir: load_saved(workdir) for workdir in workdirs}
@@ -120,15 +119,14 @@ def configs_of_islands(workdirs: Sequence[Path]) -> Mapping[Path, TrainConfig]:
         for field, value in common_values(config).items():
             if value != common[field]:
                 raise UserError(
-                    f"{named(workdir)} and {named(first)} do not belong together, their {field} differs: give folders "
-                    "of one run"
+                    f"{workdir} and {first} do not belong together, their {field} differs: give folders of one run"
                 )
     return configs
 
 
 def both_of_one(workdir: Path, other: Path, replica: int) -> UserError:
     """Return the error for two folders of one island, such as a folder and its copy."""
-    return UserError(f"{named(workdir)} and {named(other)} are both of replica {replica}: give one of them")
+    return UserError(f"{workdir} and {other} are both of replica {replica}: give one of them")
 
 
 class _Part(NamedTuple):
@@ -150,7 +148,7 @@ def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
         own = replace(configs[workdir], num_replicas=1)
         count = checkpoints.saved_shape(step).num_replicas
         if count != 1:
-            raise UserError(f"{named(workdir)} holds {count} replicas and is no island's: give folders of islands")
+            raise UserError(f"{workdir} holds {count} replicas and is no island's: give folders of islands")
         checkpoints.changes(step)  # raises for one of other settings, or of fragments that an earlier version assigned
         (position,) = checkpoints.positions(step)
         twin = parts.get(position["replica"])
@@ -164,7 +162,7 @@ def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
         for what in ("num_replicas", "source"):
             if other.position[what] != first.position[what]:
                 raise UserError(
-                    f"the data of {named(other.workdir)} and {named(first.workdir)} differ, "
+                    f"the data of {other.workdir} and {first.workdir} differ, "
                     f"{what} {other.position[what]} and {first.position[what]}: give folders of one run"
                 )
     return [first, *others]
@@ -174,9 +172,7 @@ def _newest_common(steps: Mapping[Path, Sequence[int]]) -> int:
     """Return the newest step of which all folders have a checkpoint."""
     common = set.intersection(*map(set, steps.values()))
     if not common:
-        there = "; ".join(
-            f"{named(workdir)} {', '.join(map(str, sorted(have))) or 'none'}" for workdir, have in steps.items()
-        )
+        there = "; ".join(f"{workdir} {', '.join(map(str, sorted(have))) or 'none'}" for workdir, have in steps.items())
         raise UserError(
             f"there is no step of which all folders have a checkpoint ({there}): let the islands train on to one that "
             "checkpoint_every divides, or keep more with --config.keep_checkpoints"

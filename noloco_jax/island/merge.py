@@ -29,7 +29,6 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import evaluate_alone, read_validation
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
-from noloco_jax.storage.local_copies import named
 
 PyTree = Any
 T = TypeVar("T")
@@ -145,15 +144,13 @@ def of_folders(workdirs: Sequence[Path]) -> Source:
     """
     for workdir in workdirs:
         if not (workdir / ISLAND_FILE).exists():
-            raise UserError(
-                f"{named(workdir)} is no folder of an island ({ISLAND_FILE} is missing): give islands' --workdir"
-            )
+            raise UserError(f"{workdir} is no folder of an island ({ISLAND_FILE} is missing): give islands' --workdir")
     configs = configs_of_islands(workdirs)
     _check_different(configs)
     are_different = len({workdir.name for workdir in workdirs}) == len(workdirs)
     removed = _removed(workdirs)
     parts = {
-        workdir.name if are_different else named(workdir): partial(_read, workdir, config, removed)
+        workdir.name if are_different else str(workdir): partial(_read, workdir, config, removed)
         for workdir, config in configs.items()
     }
 
@@ -248,10 +245,10 @@ def _read(workdir: Path, config: TrainConfig, removed: Mapping[int, Entry]) -> P
     def read(checkpoints: Checkpointer, step: int) -> Part:
         replica = _replica(checkpoints, step)
         if replica is not None and (entry := removed.get(replica)) is not None:
-            raise RefusedError(f"{named(workdir)}: {describe(entry)}, and its weights are left out")
+            raise RefusedError(f"{workdir}: {describe(entry)}, and its weights are left out")
         journal = checkpoints.beside(step)
         arrays = [np.asarray(x[0]) for x in jax.tree.leaves(checkpoints.restore_params(step))]
-        check_finite(f"{named(workdir)}: the checkpoint's", dict(zip(weight_specs(config.model), arrays, strict=True)))
+        check_finite(f"{workdir}: the checkpoint's", dict(zip(weight_specs(config.model), arrays, strict=True)))
         return Part(-1 if journal is None else journal["round"], arrays)
 
     return _with_newest(workdir, config, read)
@@ -263,7 +260,7 @@ def _with_newest(workdir: Path, config: TrainConfig, read: Callable[[Checkpointe
 
     def of(step: int | None) -> T:
         if step is None:
-            raise UserError(f"{named(workdir)} holds no checkpoint: leave it out, or train first")
+            raise UserError(f"{workdir} holds no checkpoint: leave it out, or train first")
         return read(checkpoints, step)
 
     result = checkpoints.read_newest(of)

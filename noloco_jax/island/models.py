@@ -1,9 +1,6 @@
 """Commands on islands' models and runs: merge, report, gather, scatter."""
 
 import argparse
-import contextlib
-import tempfile
-from pathlib import Path
 
 import jax
 
@@ -15,11 +12,9 @@ from noloco_jax.island.merge import evaluation_of, mean_of, of_folders, of_live_
 from noloco_jax.island.report import draw_islands, report_table, row_of
 from noloco_jax.islands.discovery import read_run
 from noloco_jax.islands.roster import read_roster
-from noloco_jax.model.huggingface import CONFIG_FILE, check_has_format, check_new_folder
-from noloco_jax.run.bucket_reading import readable_workdir
+from noloco_jax.model.huggingface import check_has_format, check_new_folder
 from noloco_jax.run.console import by_source, make_console
 from noloco_jax.run.trained_model import tokenizer_of, write_model_folder
-from noloco_jax.storage.local_copies import new_folder
 
 
 def merge(flags: argparse.Namespace) -> int:
@@ -30,17 +25,11 @@ def merge(flags: argparse.Namespace) -> int:
         raise UserError("merge takes no fields but --config.data.NAME=VALUE: the islands say what they train")
     if not 0 < flags.seconds <= 86400:
         raise UserError(f"--seconds={flags.seconds}: give more than 0 and up to 86400")
-    if isinstance(flags.out, Path):
-        check_new_folder(flags.out)
+    check_new_folder(flags.out)
     if not flags.evaluate:
         jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
-    with contextlib.ExitStack() as stack:
-        return _merge(flags, stack)
-
-
-def _merge(flags: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if flags.roster is None:
-        source = of_folders([stack.enter_context(readable_workdir(workdir)) for workdir in flags.workdirs])
+        source = of_folders(flags.workdirs)
     else:
         source = of_live_islands(read_run(flags.roster), flags.keys, min(flags.seconds, 10.0), flags.seconds)
     config = overridden(source.config, flags.overrides)
@@ -49,12 +38,7 @@ def _merge(flags: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if tokenizer is not None:
         source.check_tokenizer(tokenizer)
     merged = mean_of(source, print, flags.at_least)
-    with (
-        tempfile.TemporaryDirectory(prefix="noloco_jax-") as root,
-        new_folder(flags.out, CONFIG_FILE, Path(root)) as out,
-    ):
-        lines = list(write_model_folder(out, merged.params, config, tokenizer, str(merged)))
-    print(*lines, sep="\n")
+    print(*write_model_folder(flags.out, merged.params, config, tokenizer, str(merged)), sep="\n")
     if flags.evaluate:
         values = evaluation_of(config, merged.params, tokenizer)
         print(f"merged model: validation perplexity {format_perplexity(values['perplexity'])}{by_source(values)}")
@@ -63,9 +47,7 @@ def _merge(flags: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
 def report(flags: argparse.Namespace) -> int:
     """Print a table of the islands and draw their history."""
-    with contextlib.ExitStack() as stack:
-        copies = [stack.enter_context(readable_workdir(workdir, checkpoints="none")) for workdir in flags.workdirs]
-        rows = [row_of(copy) for copy in copies]
+    rows = [row_of(workdir) for workdir in flags.workdirs]
     make_console().print(report_table(rows))
     print(f"picture: {draw_islands([row.history for row in rows], flags.out)}")
     return 0
@@ -74,16 +56,13 @@ def report(flags: argparse.Namespace) -> int:
 def gather(flags: argparse.Namespace) -> int:
     """Join islands that have ended into a run of one program."""
     jax.config.update("jax_platforms", "cpu")
-    with contextlib.ExitStack() as stack:
-        copies = [stack.enter_context(readable_workdir(workdir, checkpoints="all")) for workdir in flags.workdirs]
-        folders.gather(copies, flags.out, print)
+    folders.gather(flags.workdirs, flags.out, print)
     return 0
 
 
 def scatter(flags: argparse.Namespace) -> int:
     """Split a run of one program into islands."""
     jax.config.update("jax_platforms", "cpu")
-    with readable_workdir(flags.workdir) as workdir:
-        config = overridden(load_saved(workdir), flags.overrides)
-        folders.scatter(workdir, config, read_roster(flags.roster), flags.out, print)
+    config = overridden(load_saved(flags.workdir), flags.overrides)
+    folders.scatter(flags.workdir, config, read_roster(flags.roster), flags.out, print)
     return 0

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.islands.agent import Met
 from noloco_jax.islands.recent import event_time
-from noloco_jax.storage.local_copies import named
 
 LOG_FILE = "island.jsonl"
 
@@ -131,10 +130,10 @@ def read_log(workdir: Path) -> History:
     try:
         events = _events(path)
     except FileNotFoundError:
-        raise UserError(f"{named(path)} is not there: give the --workdir of an island") from None
+        raise UserError(f"{path} is not there: give the --workdir of an island") from None
     names = [event["name"] for event in events if event["event"] == "start"]
     if not names:
-        raise UserError(f"{named(path)} holds no start yet: give the folders of islands that train")
+        raise UserError(f"{path} holds no start yet: give the folders of islands that train")
     return History(names[-1], events)
 
 
@@ -144,5 +143,5 @@ def _events(path: Path) -> list[dict[str, Any]]:
         events = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         _ = [event["event"] for event in events]
     except (ValueError, TypeError, KeyError):
-        raise UserError(f"{named(path)} has a line that is no event of an island: correct or remove it") from None
+        raise UserError(f"{path} has a line that is no event of an island: correct or remove it") from None
     return events

@@ -18,7 +18,6 @@ from noloco_jax.run.memory import memory_estimate, program_memory
 from noloco_jax.run.messages import Messages, num_outer_steps
 from noloco_jax.run.peaks import peak_of
 from noloco_jax.spmd.programs import Programs
-from noloco_jax.storage.local_copies import named
 
 
 def banner_rows(config: TrainConfig, programs: Programs, messages: Messages) -> list[tuple[str, object]]:
@@ -128,4 +127,4 @@ def show_results(console: Console, workdir: Path, values: dict[str, Any], sample
         writer = f"island {values['island']}" if "island" in values else "the merged model"
         console.print(f"{writer} writes:", style="bold")
         console.print(sample)
-    console.print(f"curves: {named(plot_curves(workdir))}")
+    console.print(f"curves: {plot_curves(workdir)}")

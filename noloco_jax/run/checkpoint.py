@@ -15,13 +15,12 @@ from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.files import check_name, is_full_disk
 from noloco_jax.patience import told_if_slow
 from noloco_jax.run import digests, record
-from noloco_jax.run.bucket_workdir import SET_ASIDE, BucketWorkdir
 from noloco_jax.run.checkpoint_files import CheckpointFiles, SavedShape
 from noloco_jax.run.quiet import quiet_saves
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.programs import TrainState
-from noloco_jax.storage.local_copies import named
 
+SET_ASIDE = "checkpoints_set_aside"
 _SAVE_SECONDS = 24 * 3600  # Orbax's default is 20 minutes, in which slow storage writes only some 50 GB
 _WRITTEN = "async_write_complete"  # part of the name of the Orbax barrier after all processes have written
 
@@ -38,8 +37,6 @@ class Checkpointer(CheckpointFiles):
         with another number of replicas is refused unless `config.elastic` says how to convert it.
       processes: the processes that save together; None: all processes of JAX.
       from_step: the step that the run was told to go back to, recorded in its checkpoints.
-      bucket: the workdir in a bucket that `workdir` is the local copy of: gets every checkpoint, and keeps the older
-        ones; None: a local workdir.
       read_only: never write or delete.
     """
 
@@ -50,13 +47,12 @@ class Checkpointer(CheckpointFiles):
         processes: Processes | None = None,
         *,
         from_step: int | None = None,
-        bucket: BucketWorkdir | None = None,
         read_only: bool = False,
     ):
         quiet_saves()
         check_name(Path(workdir))
         folder = Path(workdir).absolute() / "checkpoints"
-        self._from_step, self._bucket = from_step, bucket
+        self._from_step = from_step
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
         saves = ocp.AsyncOptions(
@@ -65,8 +61,8 @@ class Checkpointer(CheckpointFiles):
             post_finalization_callback=self._written,
         )
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else config.keep_checkpoints if bucket is None else 1,
-            keep_period=None if bucket else config.keep_period or None,
+            max_to_keep=None if read_only else config.keep_checkpoints,
+            keep_period=config.keep_period or None,
             enable_async_checkpointing=not read_only,
             async_options=None if read_only else saves,
             cleanup_tmp_directories=not read_only,
@@ -85,19 +81,8 @@ class Checkpointer(CheckpointFiles):
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _written(self) -> None:
-        """Complete a checkpoint with its digests, and upload it; Orbax calls this in a thread, on the first process."""
-        folder = self._unfinished()
-        digests.write_digests(folder)
-        if self._bucket is not None:
-            self._bucket.publish(int(folder.name.partition(".")[0]), folder, self._kept)
-
-    def _kept(self, steps: list[int]) -> set[int]:
-        """Return which of the steps, in ascending order, Orbax would keep in a local workdir."""
-        period = self._config.keep_period
-        return {*steps[-self._config.keep_checkpoints :], *(step for step in steps if period and step % period == 0)}
-
-    def steps(self) -> list[int]:
-        return super().steps() if self._bucket is None else self._bucket.steps()
+        """Complete a checkpoint with its digests; Orbax calls this in a thread, on the first process."""
+        digests.write_digests(self._unfinished())
 
     def _unfinished(self) -> Path:
         """Return the folder of the checkpoint that is being saved."""
@@ -115,7 +100,7 @@ class Checkpointer(CheckpointFiles):
         steps = self.steps()
         if wanted not in self._manager.all_steps():
             raise UserError(
-                f"--from_step={wanted}: {named(self._folder)} holds no checkpoint of that step (there are "
+                f"--from_step={wanted}: {self._folder} holds no checkpoint of that step (there are "
                 f"{', '.join(map(str, steps)) or 'none'}): give one that is there, or leave the flag out"
             )
         return self._agreed(wanted)
@@ -128,15 +113,12 @@ class Checkpointer(CheckpointFiles):
         if self._from_step is None:
             return 0  # `step` is the newest
         later = [other for other in self._manager.all_steps() if other > step]
-        number = len(later)
         if jax.process_index() == 0:
-            if self._bucket is not None:
-                number = self._bucket.set_aside_after(step)
             for other in later:
                 _move_to_new_name(self._folder / str(other), self._folder.with_name(SET_ASIDE))
         self._processes.barrier("set aside")
         self._manager.reload()
-        return number
+        return len(later)
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
@@ -168,12 +150,11 @@ class Checkpointer(CheckpointFiles):
           step: inner steps taken.
           state: arrays on their devices.
           data: replica -> position of its data stream, for the replicas of this process.
-          totals: the run's totals; None: only its steps are known.
+          totals: the run's totals; None: zeros.
           beside: protocol state of the run's exchanges, such as the journal of an island.
 
         Raises:
           TransientError: if this checkpoint or the one before could not be written, as on a full disk.
-          UserError: if a bucket has refused the one before; this one is saved in the local copy.
         """
         if step in self._manager.all_steps():
             return
@@ -181,8 +162,7 @@ class Checkpointer(CheckpointFiles):
             str(replica): position for part in self._processes.gather(data) for replica, position in part.items()
         }
         run = record.make_record(self._config, positions["0"]["source"], self._from_step)
-        if totals is not None:
-            run["totals"] = totals.to_json()
+        run["totals"] = (totals or Totals()).to_json()
         if beside:
             run["island"] = dict(beside)
         with self._saving():
@@ -194,13 +174,11 @@ class Checkpointer(CheckpointFiles):
                     run=ocp.args.JsonSave(run | SavedShape.of(self._config.model, state)._asdict()),
                 ),
             )
-        if self._bucket is not None:
-            self._bucket.check_not_refused()
 
     def close(self) -> None:
         """Wait until everything saved is on disk."""
         report = tell if jax.process_index() == 0 else lambda line: None
-        with self._saving(), told_if_slow(f"waiting until checkpoints are in {named(self._folder)}", report):
+        with self._saving(), told_if_slow(f"waiting until checkpoints are in {self._folder}", report):
             self._manager.wait_until_finished()
             self._manager.close()
 

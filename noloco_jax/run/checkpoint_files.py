@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from noloco_jax.cluster.processes import Processes, is_of_exchange
-from noloco_jax.config import Change, ModelConfig, TrainConfig
+from noloco_jax.config import Change, ModelConfig, TrainConfig, unchecked
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.formatting import format_bytes, format_seconds
@@ -23,7 +22,6 @@ from noloco_jax.run import digests, record
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary, vocabulary_axis
-from noloco_jax.storage.local_copies import named
 
 PyTree = Any
 T = TypeVar("T")
@@ -86,7 +84,7 @@ class CheckpointFiles:
                 continue  # Orbax ignores this file then
             if not isinstance(content, dict):
                 raise UserError(
-                    f"the checkpoint {named(path.parent)} is not whole ({path.name} is no JSON object): delete that "
+                    f"the checkpoint {path.parent} is not whole ({path.name} is no JSON object): delete that "
                     "folder to resume from the one before it, or restore it"
                 )
 
@@ -97,7 +95,7 @@ class CheckpointFiles:
         `restore_each` and `restore_params` begin with one.
 
         Returns:
-          A line on what was checked; empty, with a warning, if an earlier version saved no digests.
+          A line on what was checked.
 
         Raises:
           UserError: if a file differs from its digest; it names the file.
@@ -108,26 +106,15 @@ class CheckpointFiles:
 
     def _verify(self, step: int) -> str:
         folder, started = self._folder / str(step), time.perf_counter()
-        entries, damage = None, None
+        entries, damage = {}, None
         try:
             entries = digests.read_digests(folder)
-            if entries is not None:
-                digests.check_files(folder, digests.share_of(entries, jax.process_index(), jax.process_count()))
+            digests.check_files(folder, digests.share_of(entries, jax.process_index(), jax.process_count()))
         except (digests.MismatchError, FileNotFoundError) as error:
             damage = str(error)
         found = [reason for reason in self._processes.gather(damage) if reason is not None]
         if found:
             raise self._damaged(step, found[0])
-        if entries is None:
-            with self._reading(step):
-                self._manager.item_metadata(step)  # the names and shapes of arrays, and of their files nothing
-            if jax.process_index() == 0:
-                warnings.warn(
-                    f"the checkpoint {named(folder)} is unchecked: an earlier version saved it without digests, so "
-                    "damage to its files would not be noticed",
-                    stacklevel=2,
-                )
-            return ""
         size = format_bytes(sum(entry.size for entry in entries.values()))
         seconds = format_seconds(time.perf_counter() - started)
         return f"the checkpoint of step {step} is as it was saved: {len(entries)} files, {size}, compared in {seconds}"
@@ -159,25 +146,17 @@ class CheckpointFiles:
         return step
 
     def changes(self, step: int) -> list[Change]:
-        """Return the fields that differ from the run that saved `step`; raise `UserError` if one of them must match.
-
-        So must the assignment of weights to fragments, where state depends on it.
-        """
-        run, folder = self._record(step), named(self._folder / str(step))
-        saved = record.saved_config(run, folder)
-        record.check_layout(run, saved, folder)
-        return record.permitted_changes(saved, self._config, named(self._folder))
+        """Return the fields that differ from the run that saved `step`; raise `UserError` if one of them must match."""
+        return record.permitted_changes(self.saved_config(step), self._config, str(self._folder))
 
     def saved_config(self, step: int) -> TrainConfig:
         """Return the configuration with which the run saved `step`."""
-        return record.saved_config(self._record(step), named(self._folder / str(step)))
+        return unchecked(self._record(step)["config"])
 
     def totals(self, step: int) -> Totals:
-        """Return the run's totals at `step`; a checkpoint of an earlier version has only the tokens."""
+        """Return the run's totals at `step`."""
         run = self._record(step)
         with self._reading(step):
-            if "totals" not in run:
-                return Totals(tokens=step * self.saved_config(step).tokens_per_step)
             return Totals.from_json(run["totals"])
 
     def check_tokenizer(self, step: int, tokenizer: Tokenizer) -> None:
@@ -185,7 +164,7 @@ class CheckpointFiles:
         then = self._record(step)["source"].get("tokenizer")  # None if the data were token ids
         if then not in (None, tokenizer.fingerprint):
             raise UserError(
-                f"data.tokenizer={tokenizer.name!r} is not the one that the run in {named(self._folder.parent)} was "
+                f"data.tokenizer={tokenizer.name!r} is not the one that the run in {self._folder.parent} was "
                 f"trained with (fingerprint {then}, now {tokenizer.fingerprint}): restore its files"
             )
 
@@ -214,7 +193,7 @@ class CheckpointFiles:
                 if self._manager.latest_step() == newest:
                     raise
         raise TransientError(
-            f"checkpoints in {named(self._folder)} are deleted before they are read, the last of step {newest}: try "
+            f"checkpoints in {self._folder} are deleted before they are read, the last of step {newest}: try "
             "again with faster storage, or let the run keep more checkpoints (keep_checkpoints)"
         )
 
@@ -235,9 +214,8 @@ class CheckpointFiles:
         folder = self._folder / str(step)
         with self._reading(step):
             entries = digests.read_digests(folder)
-            if entries is not None:
-                names = [name for name in entries if name.startswith(f"{item}/")]
-                digests.check_files(folder, {name: entries[name] for name in names})
+            names = [name for name in entries if name.startswith(f"{item}/")]
+            digests.check_files(folder, {name: entries[name] for name in names})
             content = self._manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
             if not isinstance(content, dict):
                 raise ValueError(f"{item}/metadata is no JSON object")
@@ -257,7 +235,7 @@ class CheckpointFiles:
                 raise
             if self._verified.get(step):  # never a reason to delete it
                 raise UserError(
-                    f"the checkpoint {named(self._folder / str(step))} is whole, and cannot be restored for this "
+                    f"the checkpoint {self._folder / str(step)} is whole, and cannot be restored for this "
                     f"configuration ({_said(error)}): resume with the replicas, stages and wire format of its run"
                 ) from error
             raise self._damaged(step, error) from error
@@ -265,11 +243,11 @@ class CheckpointFiles:
     def _damaged(self, step: int, reason: object) -> UserError:
         if not (self._folder / str(step)).exists():
             return TransientError(
-                f"the checkpoint {named(self._folder / str(step))} was deleted while it was read: the same command "
+                f"the checkpoint {self._folder / str(step)} was deleted while it was read: the same command "
                 "reads the newest one"
             )
         return UserError(
-            f"the checkpoint {named(self._folder / str(step))} is not whole ({_said(reason)}): delete that folder to "
+            f"the checkpoint {self._folder / str(step)} is not whole ({_said(reason)}): delete that folder to "
             "resume from the one before it, or restore it"
         )
 

@@ -69,11 +69,8 @@ def draw_on(
 
 
 def outer_steps(metrics: list[dict[str, Any]]) -> tuple[int, list[int]]:
-    """Return the number of outer steps and their inner steps; the latter is empty if a line covers several.
-
-    A line without a count, as earlier versions wrote them, counts as one outer step.
-    """
-    lines = {entry["step"]: entry.get("outer_steps", 1) for entry in metrics if "outer_step_seconds" in entry}
+    """Return the number of outer steps and their inner steps; the latter is empty if a line covers several."""
+    lines = {entry["step"]: entry["outer_steps"] for entry in metrics if "outer_step_seconds" in entry}
     count = sum(lines.values())
     return count, sorted(lines) if len(lines) == count else []
 

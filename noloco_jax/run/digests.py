@@ -57,18 +57,16 @@ def write_digests(step_folder: Path) -> None:
         part.unlink()
 
 
-def read_digests(step_folder: Path) -> dict[str, Entry] | None:
-    """Return the entries of a checkpoint by file name; None if an earlier version saved it without digests.
+def read_digests(step_folder: Path) -> dict[str, Entry]:
+    """Return the entries of a checkpoint by file name.
 
     Raises:
-      MismatchError: if the digests themselves are damaged.
+      MismatchError: if the digests themselves are missing or damaged.
     """
     path = step_folder / DIGESTS_FILE
     if not path.exists():
-        return None
-    entries = _read(path)
-    entries.pop(STEP_METADATA, None)  # earlier versions listed it, perhaps as it was before its last change
-    return entries
+        raise MismatchError(f"{DIGESTS_FILE} is missing")
+    return _read(path)
 
 
 def share_of(entries: Mapping[str, Entry], index: int, count: int) -> dict[str, Entry]:

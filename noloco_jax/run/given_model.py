@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from noloco_jax.config import DataConfig, ModelConfig, from_dict, load_saved
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.files import folder_of_flag
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions, read_json
 from noloco_jax.model.kind import Params
-from noloco_jax.run.bucket_reading import readable_workdir
 from noloco_jax.run.record import data_at_start
 from noloco_jax.run.trained_model import load_for_export, tokenizer_of
-from noloco_jax.storage.local_copies import readable_folder, workdir_of_flag
+from noloco_jax.storage.local_copies import readable_folder
 
 _LENGTH_OF_FOLDERS = 2048  # tokens of a sequence at most, as a model may be meant for very long ones
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
@@ -58,7 +58,7 @@ def define_model_flags(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--model", help="a Hugging Face folder of a Llama, Mistral, Qwen 2 or 3, weights as safetensors"
     )
-    source.add_argument("--workdir", type=workdir_of_flag, help="a run's folder or address, with a checkpoint in it")
+    source.add_argument("--workdir", type=folder_of_flag, help="a run's folder, with a checkpoint in it")
     parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
     parser.add_argument("--tokenizer", help='where the model has none: a tokenizer\'s name or folder, or "byte"')
 
@@ -71,8 +71,7 @@ def opened_model(args: argparse.Namespace) -> Iterator[GivenModel]:
       UserError: if there is none, or --tokenizer or --replica do not belong to it.
     """
     if args.model is None:
-        with readable_workdir(args.workdir) as workdir:
-            yield _of_run(args, workdir)
+        yield _of_run(args, args.workdir)
         return
     if args.replica is not None:
         raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")

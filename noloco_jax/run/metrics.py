@@ -5,7 +5,6 @@ import importlib
 import json
 import math
 import os
-import re
 import shutil
 import uuid
 import warnings
@@ -57,8 +56,7 @@ class MetricWriter:
       wandb_project: the W&B project to log to, or None. A resumed run continues its W&B run, which keeps its history.
       wandb_labels: name and group of the W&B run; empty: W&B finds a name.
       run_config: the configuration that W&B shows for the run.
-      process: number of this process; those after the first write metrics.PROCESS.jsonl.
-      processes: number of the run's processes; the first one drops the lines of those that it had beyond them, too.
+      writes: False on all processes of a run but the first: nothing is written or observed.
       observe: (step, kind, plain values) of every line that is written.
 
     Attributes:
@@ -75,17 +73,18 @@ class MetricWriter:
         wandb_project: str | None = None,
         wandb_labels: Mapping[str, str] = MappingProxyType({}),
         run_config: Mapping[str, Any] | None = None,
-        process: int = 0,
-        processes: int = 1,
+        writes: bool = True,
         observe: Callable[[int, str, Mapping[str, Any]], None] = lambda step, kind, values: None,
     ):
         self._file = self._tensorboard = self._wandb = None
         self._observe = observe
         self.last_round: int | None = None
+        if not writes:
+            return
         wandb = _import_wandb() if wandb_project else None
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _file_name(process)
+        path = folder / METRICS_FILE
         if path.exists():
             if resume_step is None:
                 path.replace(path.with_name(path.name + ".old"))
@@ -94,11 +93,6 @@ class MetricWriter:
                 rounds = [line["round"] for line in kept if line["kind"] == "train" and "round" in line]
                 are_unnumbered = any("outer_step_seconds" in line for line in kept)
                 self.last_round = max(rounds, default=None if are_unnumbered else -1)
-        for other in _of_more_processes(folder, processes) if process == 0 else []:
-            if resume_step is None:
-                other.replace(other.with_name(other.name + ".old"))
-            else:
-                _drop_after(other, resume_step)
         self._file = path.open("a", encoding="utf-8")
         try:
             if tensorboard:
@@ -256,19 +250,9 @@ class NewLines:
         return [entry for _, entry in entries], is_new
 
 
-def _file_name(process: int) -> str:
-    return METRICS_FILE if process == 0 else f"metrics.{process}.jsonl"
-
-
-def _of_more_processes(folder: Path, processes: int) -> list[Path]:
-    """Return the files of processes that a run of so many no longer has."""
-    found = [(path, re.fullmatch(r"metrics\.(\d+)\.jsonl", path.name)) for path in folder.glob("metrics.*.jsonl")]
-    return [path for path, match in found if match and int(match[1]) >= processes]
-
-
-def read_metrics(workdir: str | os.PathLike[str], process: int = 0) -> list[dict[str, Any]]:
-    """Read the metrics of one process of a run: a dict {"step", "kind", ...} a line, in the order of writing."""
-    path = Path(workdir) / _file_name(process)
+def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the metrics of a run: a dict {"step", "kind", ...} a line, in the order of writing."""
+    path = Path(workdir) / METRICS_FILE
     try:
         return [entry for _, entry in _entries(path, path.read_bytes())]
     except FileNotFoundError:

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict, unchecked, without_deleted
+from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
-from noloco_jax.outer.fragments import LAYOUT
-from noloco_jax.wires import MODULO_BITS
 
 HISTORY_FILE = "config.history.jsonl"
 _PACKAGES = ("noloco_jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "tokenizers")
@@ -43,39 +41,7 @@ def make_record(config: TrainConfig, source: Mapping[str, Any], from_step: int |
         "source": dict(source),
         "versions": versions(),
         "from_step": from_step,
-        "layout": LAYOUT,
     }
-
-
-def saved_config(record: Mapping[str, Any], where: str) -> TrainConfig:
-    """Return the configuration of a record; `where` is the checkpoint's folder."""
-    if "config" not in record:
-        raise UserError(
-            f"{where} holds no configuration, since an earlier version of noloco_jax saved it: resume with that "
-            "version, or give another --workdir"
-        )
-    return unchecked(without_deleted(record["config"]))
-
-
-def check_layout(record: Mapping[str, Any], saved: TrainConfig, where: str) -> None:
-    """Check that state which belongs to fragments, windows or late corrections, was saved for these fragments.
-
-    Args:
-      record: the checkpoint's record.
-      saved: its configuration.
-      where: its folder.
-
-    Raises:
-      UserError: if an earlier version, which assigned other weights to fragments, saved it.
-    """
-    outer = saved.outer
-    if record.get("layout", 1) == LAYOUT or outer.fragments == 1 or not (outer.delay or outer.wire in MODULO_BITS):
-        return
-    raise UserError(
-        f"an earlier version of noloco_jax saved {where}, with other weights in each of its outer.fragments="
-        f"{outer.fragments}: resume with that version, or start from its model, exported, by --config.init_from and "
-        "another --workdir"
-    )
 
 
 def permitted_changes(before: TrainConfig, now: TrainConfig, where: str) -> list[Change]:

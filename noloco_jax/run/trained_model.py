@@ -13,7 +13,6 @@ from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import save_folder
 from noloco_jax.model.kind import num_params
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.storage.local_copies import named
 
 PyTree = Any
 
@@ -52,7 +51,7 @@ def load_for_export(
 
     def read(step: int | None) -> tuple[PyTree, int]:
         if step is None:
-            raise UserError(f"{named(Path(workdir))} holds no checkpoint: train first, or give another folder")
+            raise UserError(f"{Path(workdir)} holds no checkpoint: train first, or give another folder")
         if tokenizer is not None:
             checkpointer.check_tokenizer(step, tokenizer)
         num_replicas = checkpointer.saved_shape(step).num_replicas
@@ -105,7 +104,7 @@ def write_model_folder(
         bos_id=tokenizer.bos_id if tokenizer is not None and config.data.add_bos else None,
         eos_id=tokenizer.eos_id if tokenizer is not None and config.data.add_eos else None,
     )
-    lines = [f"written: {named(folder)}, {num_params(config.model)[0]:,} parameters, {of}"]
+    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}"]
     if tokenizer is None:
         lines.append(
             "no tokenizer files, no BOS and no EOS: the run read token ids and data.tokenizer does not name their "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import parse_args
-from noloco_jax.storage.local_copies import workdir_of_flag
+from noloco_jax.files import folder_of_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +35,9 @@ def _define_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--workdir",
         required=True,
-        type=workdir_of_flag,
+        type=folder_of_flag,
         metavar="DIR",
-        help="where checkpoints, metrics and curves go: a folder, or s3://BUCKET/FOLDER, gs://BUCKET/FOLDER",
+        help="the folder for checkpoints, metrics and curves",
     )
     define_run_flags(parser)
     define_flags(parser)

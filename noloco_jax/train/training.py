@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,10 @@ from noloco_jax.model.kind import Params, check_generates, check_kind
 from noloco_jax.patience import told_if_slow
 from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
-from noloco_jax.run.bucket_workdir import BucketWorkdir, opened_workdir
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.divergence import is_finite
 from noloco_jax.run.evaluate import read_validation
-from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.loop import Run, is_evaluated, train_steps
 from noloco_jax.run.memory import check_memory
 from noloco_jax.run.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb, read_metrics
@@ -58,17 +56,15 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
 from noloco_jax.storage.addresses import is_remote
-from noloco_jax.storage.local_copies import Address, list_folder, named, readable_folder
+from noloco_jax.storage.local_copies import list_folder, readable_folder
 
 
 def train_at(
     place: Place | None,
     config: TrainConfig,
-    workdir: Path | Address,
+    workdir: Path,
     *,
     start_timeout: float,
-    from_step: int | None = None,
-    dry_run: bool = False,
     **choices: Any,
 ) -> int:
     """Train as the process at `place`; return the exit status.
@@ -76,28 +72,15 @@ def train_at(
     Args:
       place: place among the processes of the run; None: the only process.
       config: the run.
-      workdir: its folder, or the address of one in a bucket.
+      workdir: its folder.
       start_timeout: seconds that the processes wait for one another at the start.
-      from_step, dry_run, **choices: passed to `train`.
+      **choices: passed to `train`.
     """
     use_gpu_memory()
     with joined(place, to_dict(config), start_timeout):
         use_cpu_cores(config, 1 if place is None else place.num_processes)
-        with opened(workdir, from_step=from_step, dry_run=dry_run) as (folder, bucket), full_disk_told(folder):
-            return train(config, folder, from_step=from_step, dry_run=dry_run, bucket=bucket, **choices)
-
-
-@contextlib.contextmanager
-def opened(
-    workdir: Path | Address, *, from_step: int | None, dry_run: bool
-) -> Iterator[tuple[Path, BucketWorkdir | None]]:
-    """Give the local folder of a workdir, and the workdir in a bucket that it is a copy of, if it is one."""
-    if isinstance(workdir, Path):
-        yield workdir, None
-        return
-    console = _console_of_first_process()
-    with opened_workdir(workdir, run_processes(), console.print, from_step=from_step, read_only=dry_run) as bucket:
-        yield bucket.folder, bucket
+        with full_disk_told(workdir):
+            return train(config, workdir, **choices)
 
 
 def train(
@@ -109,11 +92,10 @@ def train(
     wandb_project: str | None = None,
     processes: Processes | None = None,
     mode: Mode | None = None,
-    bucket: BucketWorkdir | None = None,
 ) -> int:
     """Train until `num_steps`, resuming from the workdir's newest checkpoint if it has one; return the exit status.
 
-    Every process of a run calls this; the first one prints and draws, all write metrics of their own replicas.
+    Every process of a run calls this. The first one prints, draws and writes the metrics, with its own losses.
 
     Args:
       config: the run.
@@ -124,7 +106,6 @@ def train(
       wandb_project: W&B project to log to as well.
       processes: processes that train together; None: all processes of JAX.
       mode: mode of this process; None: `WholeRun`.
-      bucket: the workdir in a bucket, opened, that `workdir` is the local copy of; None: a local one.
 
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
@@ -144,22 +125,21 @@ def train(
     whole, config = config, mode.own(config)
     programs = build_programs(config, make_mesh(config, training_devices(config, jax.devices())))
     messages = mode.prepare(config, programs)
-    place = [] if bucket is None else [("workdir", f"{bucket}, by way of {workdir}")]
-    banner([*mode.rows, *banner_rows(config, programs, messages), *place], console)
+    banner([*mode.rows, *banner_rows(config, programs, messages)], console)
     check_memory(config, programs)
     if not may_be_cached(programs.mesh) and leave_out_cache():
         console.print(
             "JAX's compilation cache is left out, as XLA loads programs of several CPU devices wrongly from it"
         )
-    if dry_run and (holder := holder_of(workdir) if bucket is None else bucket.holder()) is not None:
+    if dry_run and (holder := holder_of(workdir)) is not None:
         console.print(
-            f"{named(workdir)} was locked by {holder} and not released: wait until that process has ended, or give "
+            f"{workdir} was locked by {holder} and not released: wait until that process has ended, or give "
             "another --workdir"
         )
     with (
-        contextlib.nullcontext() if dry_run or bucket else workdir_locked(workdir, processes, console.print),
+        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, console.print),
         Stop(processes) as stop,
-        Checkpointer(workdir, whole, processes, from_step=from_step, bucket=bucket, read_only=dry_run) as checkpoints,
+        Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
         contextlib.ExitStack() as others,
     ):
         start = _find_start(config, mode, checkpoints, stop)
@@ -167,8 +147,7 @@ def train(
             _check_end(config, checkpoints.saved_config(start), start)
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
         if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
-            note = extension_note(checkpoints.saved_config(start), whole, start)
-            _show_complete(console, workdir, start, checkpoints.changes(start), note)
+            _show_complete(console, workdir, start, checkpoints.changes(start))
             return 0
         with told_if_slow("reading the validation documents and opening those to train on", console.print):
             validation = read_validation(config, tokenizer)
@@ -179,8 +158,7 @@ def train(
             changed = checkpoints.changes(start)
             with told_if_slow(f"comparing the checkpoint of step {start} with its digests", console.print):
                 line = checkpoints.verify(start)
-            if line:
-                console.print(line)
+            console.print(line)
         given = _given_weights(config, tokenizer) if config.init_from and start is None else None
         if dry_run:
             return 0
@@ -205,8 +183,6 @@ def train(
             return _begins_again(console, stop)
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed, streams.source)
-            if bucket is not None:
-                bucket.sync()
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
         with _open_metrics(config, workdir, start, wandb_project, mode) as metrics, progress:
             processes.barrier("start")  # so that all clocks start together
@@ -315,7 +291,7 @@ def _lacks_evaluation(config: TrainConfig, workdir: Path, start: int, processes:
     return processes.gather(lacks)[0]
 
 
-def _show_complete(console: Console, workdir: Path, steps: int, changed: Sequence[Change], extension: str) -> None:
+def _show_complete(console: Console, workdir: Path, steps: int, changed: Sequence[Change]) -> None:
     """Print that the workdir's run is complete, its results, settings given too late for it, and how to continue."""
     if jax.process_index() > 0:
         return
@@ -326,8 +302,8 @@ def _show_complete(console: Console, workdir: Path, steps: int, changed: Sequenc
     if late:
         console.print(f"without effect on a run that has ended: {late}")
     console.print(
-        f"the run is complete ({steps} steps): {extension}; or start a new run in another --workdir (or delete "
-        f"{named(workdir)})"
+        f"the run is complete ({steps} steps): give a larger --config.num_steps to continue it, or another --workdir "
+        "to start a new run"
     )
 
 
@@ -401,15 +377,13 @@ def _restore_state(
     state, resized = elastic.restore(checkpoints, start, config, programs)
     if not is_finite(state):
         raise UserError(
-            f"the checkpoint of step {start} has values that are not finite, as an earlier version saved them: give "
-            "--from_step of one before it, or start anew in an empty --workdir"
+            f"the checkpoint of step {start} has values that are not finite: give --from_step of one before it, or "
+            "start anew in an empty --workdir"
         )
     since = "" if from_step in (None, start) else f", saved since the run went back to step {from_step}"
     console.print(f"resuming from the checkpoint of step {start}{since}" + (f"; {resized}" if resized else ""))
-    rates = rate_change(checkpoints.saved_config(start), config, start)
-    for line in [*map(str, checkpoints.changes(start)), rates, *checkpoints.version_changes(start)]:
-        if line:
-            console.print(line)
+    for line in [*map(str, checkpoints.changes(start)), *checkpoints.version_changes(start)]:
+        console.print(line)
     set_aside = checkpoints.set_aside_after(start)
     if set_aside:
         console.print(f"checkpoints of later steps: {set_aside} moved to checkpoints_set_aside")
@@ -420,15 +394,12 @@ def _open_metrics(
     config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None, mode: Mode
 ) -> MetricWriter:
     """Open the writer of the run's metrics."""
-    process = jax.process_index()
     return MetricWriter(
         workdir,
         resume_step=start,
-        tensorboard=process == 0,
-        wandb_project=wandb_project if process == 0 else None,
+        wandb_project=wandb_project,
         wandb_labels=mode.tracked_as,
         run_config=to_dict(config) | dict(mode.labels),
-        process=process,
-        processes=jax.process_count(),
+        writes=jax.process_index() == 0,
         observe=mode.observe,
     )

@@ -2,8 +2,6 @@
 
 import pytest
 
-from support import buckets
-
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
@@ -21,10 +19,3 @@ def rarely_watched_ports():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doorkeeper, "_EVERY_SECONDS", 10 * doorkeeper._EVERY_SECONDS)
         yield
-
-
-@pytest.fixture
-def bucket(servers, monkeypatch):
-    """Return the address of an empty folder in a bucket."""
-    yield buckets.new_bucket(servers("s3"), monkeypatch)
-    buckets.forget()

@@ -20,14 +20,13 @@ from noloco_jax.island.membership import Membership
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.roster import Address, Island, Roster
-from noloco_jax.run import elastic, record
+from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.totals import Totals
 from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from support import tiny_model
-from support.buckets import upload
 from support.rosters import on_loopback, written
 from support.texts import lines_of_words
 
@@ -259,41 +258,9 @@ def test_inconsistent_folders_are_refused_and_nothing_is_written(folders, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_gathering_refuses_windows_saved_for_other_fragments(config, tmp_path, monkeypatch):
-    """Regression test: the run got a record of today's fragments beside the windows of an earlier version's."""
-    config = replace(config, outer=replace(config.outer, fragments=2, wire="modulo4"))
-    folders = [tmp_path / name for name in NAMES]
-    with monkeypatch.context() as before:
-        before.setattr(record, "LAYOUT", 1)
-        for replica, folder in enumerate(folders):
-            state, position = random_state(replace(config, num_replicas=1)), stream(config, replica, 3).get_state()
-            save(folder, config, 12, state, [position])
-    with pytest.raises(UserError, match=r"other weights in each of its outer\.fragments=2"):
-        gathered(folders, tmp_path / "run")
-
-
 def test_gathering_refuses_a_run_in_place_of_an_island(made, folders, tmp_path):
     with pytest.raises(UserError, match=r"run holds 3 replicas and is no island's"):
         gathered([made.folder / "run", folders[1]], tmp_path / "run")
-
-
-def test_gathering_names_folders_in_a_bucket_by_their_addresses(folders, tmp_path, capsys, bucket):
-    addresses = [f"{bucket}/{folder.name}" for folder in folders]
-    for folder, address in zip(folders, addresses, strict=True):
-        upload(folder, address)
-    assert island(["gather", "--workdirs", *addresses, f"--out={tmp_path / 'run'}"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[:3] == [f"{address}: replica {i} of 3 after step 12" for i, address in enumerate(addresses)]
-    with pytest.raises(UserError, match=f"^{addresses[0]} and {addresses[0]} are both of replica 0"):
-        island(["gather", "--workdirs", *addresses, addresses[0], f"--out={tmp_path / 'other'}"])
-
-
-def test_a_run_in_a_bucket_without_a_checkpoint_is_named_by_its_address(tmp_path, config, bucket):
-    save_config(config, tmp_path / "run")
-    upload(tmp_path / "run", bucket)
-    roster = written(on_loopback(*NAMES), tmp_path / "roster.toml")
-    with pytest.raises(UserError, match=f"^{bucket} holds no checkpoint"):
-        island(["scatter", f"--workdir={bucket}", f"--roster={roster}", f"--out={tmp_path / 'islands'}"])
 
 
 @pytest.mark.parametrize(

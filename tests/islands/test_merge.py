@@ -36,7 +36,6 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.solo import build_solo
-from support.buckets import upload
 from support.rosters import on_loopback, written
 
 NAMES = ("paris", "berlin", "rome")
@@ -369,13 +368,6 @@ def test_two_folders_of_one_island_are_refused(tmp_path, kind):
     with pytest.raises(UserError, match=re.escape(said.format(folders[0], folders[2]))):
         island(["merge", "--workdirs", *folders, f"--out={tmp_path / 'merged'}"])
     assert not (tmp_path / "merged").exists()
-
-
-def test_one_folder_of_a_bucket_in_two_spellings_is_refused(tmp_path, bucket):
-    write_finished(tmp_path / "paris", CONFIG, 0, 8)
-    upload(tmp_path / "paris", bucket)
-    with pytest.raises(UserError, match=f"{bucket} and {bucket} are both of replica 0: give one of them"):
-        island(["merge", "--workdirs", bucket, f"{bucket}/", f"--out={tmp_path / 'merged'}"])
 
 
 def test_contradictory_or_invalid_flags_are_refused(tmp_path):

@@ -18,7 +18,6 @@ from noloco_jax.island.timeline import Link, died, figures_of, links_of, timelin
 from noloco_jax.islands import log
 from noloco_jax.islands.agent import Met
 from noloco_jax.islands.log import LOG_FILE, History, IslandLog, read_log
-from noloco_jax.storage.local_copies import mark_as_copy
 
 
 def start(time: float, name: str) -> dict[str, Any]:
@@ -215,9 +214,6 @@ def test_a_folder_without_a_valid_log_is_a_user_error(tmp_path):
     for content in ('{"event": "round"}\n', "[]\n", "nothing\n"):
         Path(tmp_path / LOG_FILE).write_text(content)
         with pytest.raises(UserError, match=r"holds no start|is no event of an island"):
-            read_log(tmp_path)
-        mark_as_copy(tmp_path, "s3://bucket/rome")
-        with pytest.raises(UserError, match=r"^s3://bucket/rome/island\.jsonl"):  # a copy is gone when the line is read
             read_log(tmp_path)
     Path(tmp_path / LOG_FILE).write_text(json.dumps(start(0.0, "rome")) + "\n")
     assert read_log(tmp_path).name == "rome"

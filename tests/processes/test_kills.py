@@ -111,10 +111,8 @@ def interrupt_until_complete(run: SmallRun, interrupt: Interrupt, rng: random.Ra
 def differences(run: SmallRun, whole: SmallRun) -> list[str]:
     """List files and arrays of a run that are not bitwise those of `whole`, and files that `whole` does not have."""
     found = []
-    for number in range(run.number):
-        name = "metrics.jsonl" if number == 0 else f"metrics.{number}.jsonl"
-        if processes.metrics(run.workdir, name) != processes.metrics(whole.workdir, name):
-            found.append(f"{run.workdir / name} differs")
+    if processes.metrics(run.workdir) != processes.metrics(whole.workdir):
+        found.append(f"{run.workdir}/metrics.jsonl differs")
     if untimed(run.workdir) != untimed(whole.workdir):
         found.append(f"{run.workdir}/tensorboard differs")
     mine, theirs = processes.weights(run.workdir), processes.weights(whole.workdir)

@@ -13,8 +13,8 @@ from support.events import events
 from support.fake_wandb import FakeWandb
 
 
-def write(workdir: Path, steps: range, resume_step: int | None, process: int = 0, processes: int = 1) -> None:
-    writer = MetricWriter(workdir, resume_step=resume_step, tensorboard=False, process=process, processes=processes)
+def write(workdir: Path, steps: range, resume_step: int | None) -> None:
+    writer = MetricWriter(workdir, resume_step=resume_step, tensorboard=False)
     for step in steps:
         writer.write(step, "train", loss=1.0 / step)
     writer.close()
@@ -96,16 +96,6 @@ def test_resuming_leaves_no_other_file_in_the_folder(tmp_path):
     write(tmp_path, range(1, 4), None)
     write(tmp_path, range(3, 4), 2)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_resume_with_fewer_processes_drops_later_steps_of_the_others_too(tmp_path):
-    for process in range(3):
-        write(tmp_path, range(1, 8), None, process, 3)
-    write(tmp_path, range(5, 7), 4, 0, 2)
-    kept = [[entry["step"] for entry in read_metrics(tmp_path, process)] for process in range(3)]
-    assert kept == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4]]  # the second one drops its own
-    write(tmp_path, range(1, 2), None, 0, 2)
-    assert [(tmp_path / f"metrics.{process}.jsonl").exists() for process in (1, 2)] == [True, False]
 
 
 DAMAGED = {

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import InnerConfig, TrainConfig, from_dict
-from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.spmd.inner import at_step, inner_optimizer, learning_rates
 from support.paths import GOLDEN
 
@@ -37,24 +36,6 @@ def test_warmup_stable_decay_is_level_and_falls_linearly_at_the_end():
 def test_a_longer_run_with_a_level_schedule_begins_as_the_shorter_one():
     for schedule, until in (("constant", 20), ("wsd", 16)):
         np.testing.assert_array_equal(rates(schedule, 20)[:until], rates(schedule, 40)[:until])
-
-
-def config_of(schedule: str, num_steps: int) -> TrainConfig:
-    return TrainConfig(num_steps=num_steps, inner=InnerConfig(lr=6e-4, min_lr=6e-5, warmup_steps=0, schedule=schedule))
-
-
-def test_an_extension_reports_a_change_of_the_learning_rate():
-    line = rate_change(config_of("cosine", 100), config_of("cosine", 200), 100)
-    assert line.startswith("learning rate of step 101: 6e-05 before, 0.00033 now")
-    assert rate_change(config_of("constant", 100), config_of("constant", 200), 100) == ""
-
-
-def test_a_complete_run_reports_the_learning_rate_of_an_extension():
-    note = extension_note(config_of("cosine", 100), config_of("cosine", 100), 100)
-    assert "6.01e-05 at the end, is then 0.00033 with num_steps=200" in note
-    note = extension_note(config_of("constant", 100), config_of("constant", 100), 100)
-    assert "0.0006 at the end, is then 0.0006 with num_steps=200" in note
-    assert "checkpoint of step 80 or before" in extension_note(config_of("wsd", 100), config_of("wsd", 100), 100)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])

@@ -1,19 +1,15 @@
 """Commands of the READMEs, run in order as a page's reader would, with a small model."""
 
-import contextlib
 import importlib
 import re
 import shlex
 from pathlib import Path
-from urllib.error import HTTPError
 
 import pytest
 
-from support import buckets
 from support.data_makers import write_c4
 from support.paths import ROOT
 from support.readmes import READMES
-from support.stores import send
 from support.texts import lines_of_words
 
 MODEL = [
@@ -99,21 +95,6 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def bucket(servers, monkeypatch, tmp_path_factory):
-    """Return a function that creates the bucket of the pages; a server starts only when it is called."""
-    monkeypatch.setenv("NOLOCO_JAX_SCRATCH", str(tmp_path_factory.getbasetemp() / "scratch"))
-
-    def start() -> None:
-        server = servers("s3")
-        buckets.new_bucket(server, monkeypatch)
-        with contextlib.suppress(HTTPError):  # it already exists
-            send("PUT", f"{server.address}/my-bucket")
-
-    yield start
-    buckets.forget()
-
-
 def test_every_documented_tool_is_run_here_or_by_the_named_test():
     assert {tool for _, tool, _ in documented()} == ADDED.keys() | ELSEWHERE.keys()
     for test in ELSEWHERE.values():
@@ -121,10 +102,8 @@ def test_every_documented_tool_is_run_here_or_by_the_named_test():
 
 
 @pytest.mark.parametrize("page, tool, arguments", COMMANDS, ids=[f"{page}-{tool}" for page, tool, _ in COMMANDS])
-def test_a_documented_command_runs(folder, page, tool, arguments, bucket, monkeypatch, capsys):
+def test_a_documented_command_runs(folder, page, tool, arguments, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    if any("s3://my-bucket" in argument for argument in arguments):
-        bucket()
     module, *subcommand = tool.split()
     main = importlib.import_module(f"noloco_jax.{module}.command").main
     status = main([*subcommand, *arguments, *ADDED[tool]])

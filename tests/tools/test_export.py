@@ -28,8 +28,6 @@ from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.given_model import opened_model
 from noloco_jax.run.trained_model import load_for_export
-from noloco_jax.storage import objects
-from support import buckets
 from support.model_makers import make_run
 from support.paths import SHARED
 
@@ -284,16 +282,3 @@ def test_no_weights_are_read_without_a_login_or_a_reachable_hub(run, hub, monkey
 def test_an_export_without_a_destination_is_refused(run):
     with pytest.raises(UserError, match="give --out=FOLDER, --push=USER/NAME or both"):
         export.main([f"--workdir={run[0]}"])
-
-
-def test_a_failed_push_leaves_the_model_in_its_bucket(run, hub, servers, monkeypatch, capsys):
-    def fail(api, **arguments):
-        raise ConnectionError("no route")
-
-    address = buckets.new_bucket(servers("s3"), monkeypatch)
-    monkeypatch.setattr(HfApi, "upload_folder", fail)
-    with pytest.raises(TransientError, match="could not be pushed"):
-        export.main([f"--workdir={run[0]}", f"--out={address}", "--push=owner/name"])
-    assert capsys.readouterr().out.startswith(f"written: {address}, ")
-    assert "config.json" in objects.list_objects(address)
-    buckets.forget()
