@@ -110,10 +110,12 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     _check_same_model(folder, config)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), param_shapes(config))
     slots = _slots(config)
-    missing = set(slots)
+    missing, tied_head = set(slots), None
     for path, name, reader in _tensors(folder):
-        # Older folders hold the rotary frequencies, and some tied ones the embedding a second time.
-        if name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight"):
+        if name.endswith("rotary_emb.inv_freq"):  # older folders hold the rotary frequencies
+            continue
+        if config.tie_embeddings and name == "lm_head.weight":  # some tied ones hold the embedding a second time
+            tied_head = path
             continue
         if name not in slots:
             raise UserError(
@@ -130,11 +132,33 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
         dtype = view.get_dtype()
         if dtype not in _DTYPES:
             raise UserError(f"{path}: the tensor {name} is {dtype}: convert it to one of {', '.join(_DTYPES)}")
+        if name not in missing:
+            raise UserError(f"{path}: the tensor {name} is in another file of the folder too: remove one of them")
         target[...] = reader.get_tensor(name)
+        _check_finite(path, name, target)
         missing.discard(name)
     if missing:
         raise UserError(f"{folder}: {len(missing)} of {len(slots)} tensors are missing, such as {min(missing)}")
+    if tied_head is not None:
+        with safe_open(tied_head, framework="np") as reader:
+            head_VD = reader.get_tensor("lm_head.weight")
+        if not np.array_equal(head_VD.astype(config.param_dtype), params["embed"]):
+            raise UserError(
+                f"{tied_head}: lm_head.weight differs from model.embed_tokens.weight, and {CONFIG_FILE} has "
+                "tie_word_embeddings=true: set it to false there and give --config.model.tie_embeddings=False, or "
+                "remove lm_head.weight"
+            )
     return params
+
+
+def _check_finite(path: Path, name: str, tensor: np.ndarray) -> None:
+    """Raise `UserError` for values that are not finite: an untrained token's, say, which the loss never shows."""
+    rows = np.flatnonzero(~np.isfinite(tensor).reshape(len(tensor), -1).all(axis=1))
+    if rows.size:
+        raise UserError(
+            f"{path}: the tensor {name} has values that are not finite in {rows.size} of {len(tensor)} rows, such as "
+            f"row {rows[0]}: replace them, for instance by the mean of the other rows"
+        )
 
 
 def check_has_format(config: ModelConfig) -> None:
@@ -165,6 +189,11 @@ def _tensors(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     if (folder / _INDEX_FILE).exists():
         weight_map = read_json(folder / _INDEX_FILE).get("weight_map") or {}
         files = sorted(set(weight_map.values()))
+        if _WEIGHTS_FILE not in files and (folder / _WEIGHTS_FILE).exists():
+            raise UserError(
+                f"{folder} holds {_WEIGHTS_FILE}, which transformers loads, and {_INDEX_FILE}, which names other "
+                "files: remove one of the two"
+            )
     else:
         files = [_WEIGHTS_FILE]
     for name in files:

@@ -119,27 +119,23 @@ def _family_of(path: Path, theirs: dict[str, Any]) -> Family:
 
 
 def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
-    """Return the window of all layers; raise `UserError` where only some have one."""
-    kind = theirs["model_type"]
-    if kind == "llama":
-        return None
-    if kind == "mistral":
-        return theirs.get("sliding_window", 4096)
-    if not theirs.get("use_sliding_window"):
-        return None
-    if kind == "qwen3_moe":
-        return theirs.get("sliding_window", 4096)
-    num_layers = theirs["num_hidden_layers"]
-    given = theirs.get("max_window_layers")
-    first = min(28 if given is None else given, num_layers)
-    layers = theirs.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
-    kinds = sorted(set(layers))
-    if len(kinds) > 1:
+    """Return the window of all layers; raise `UserError` where only some have one, or `layer_types` contradicts it."""
+    kind, num_layers, layers = theirs["model_type"], theirs["num_hidden_layers"], theirs.get("layer_types")
+    is_used = kind == "mistral" or (kind != "llama" and bool(theirs.get("use_sliding_window")))
+    if is_used and kind in ("qwen2", "qwen3"):
+        given = theirs.get("max_window_layers")
+        first = min(28 if given is None else given, num_layers)
+        layers = layers or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
+        is_used = "sliding_attention" in layers
+    window = theirs.get("sliding_window", 4096) if is_used else None
+    expected = "full_attention" if window is None else "sliding_attention"
+    if layers and {*layers} != {expected}:
         raise UserError(
             f"{path}: {layers.count('sliding_attention')} of {num_layers} layers have a sliding window (layer_types or "
-            "max_window_layers), and here all have it or none: such a model cannot be imported"
+            f"max_window_layers), and sliding_window={theirs.get('sliding_window')} is of all layers or none here: "
+            "such a model cannot be imported"
         )
-    return theirs.get("sliding_window", 4096) if kinds == ["sliding_attention"] else None
+    return window
 
 
 def max_positions(folder: str | os.PathLike[str]) -> int | None:
@@ -153,6 +149,8 @@ def _rope_fields(path: Path, theirs: dict[str, Any]) -> dict[str, Any]:
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     theta = rope.get("rope_theta") or theirs.get("rope_theta") or _THEIR_DEFAULTS["rope_theta"]
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if (share := rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor"))) not in (None, 1):
+        raise UserError(f"{path}: partial_rotary_factor={share} is not 1: such a model cannot be imported")
     if kind == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}
     if kind != "llama3":
@@ -190,7 +188,9 @@ def family_of(config: ModelConfig) -> str:
         return "qwen2"
     if config.qk_norm:
         return "qwen3"
-    return "llama" if config.sliding_window is None else "mistral"
+    # transformers 5 refuses a llama whose heads do not divide its hidden size; a mistral without a window is the same.
+    is_llama = config.sliding_window is None and config.hidden_size % config.num_heads == 0
+    return "llama" if is_llama else "mistral"
 
 
 def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str, Any]:

@@ -273,6 +273,12 @@ class _StepLog:
             more |= self._figures_of(step)
             more |= replace(totals, seconds=self._clock.seconds()).to_json()
             run.metrics.write(step, "train", **values, **more, time=wall_clock())
+        if not np.isfinite(loss) and step == stride:
+            raise UserError(
+                f"the loss is {loss} at the first step, before any update: the initial weights or the batch are at "
+                "fault, such as token ids outside the vocabulary or a model that overflows model.dtype="
+                f"{config.model.dtype!r}"
+            )
         if not np.isfinite(loss):
             raise UserError(
                 f"the loss is {loss} at step {step}: lower inner.lr={config.inner.lr:g} or raise "

@@ -11,6 +11,7 @@ from noloco_jax.config import DataConfig, TrainConfig, load_saved
 from noloco_jax.data import ByteTokenizer, Tokenizer, load_tokenizer, needs_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import save_folder
+from noloco_jax.model.huggingface_config import max_positions
 from noloco_jax.model.kind import num_params
 from noloco_jax.run.checkpoint import Checkpointer
 
@@ -94,20 +95,38 @@ def write_model_folder(
       tokenizer: tokenizer of the run; None if unknown.
       of: origin of the weights, for the first line.
     """
+    max_length, notes = _max_length(config)
     save_folder(
         folder,
         params,
         config.model,
         None if tokenizer is None else tokenizer.name,
-        max_position_embeddings=config.data.sequence_length,
+        max_position_embeddings=max_length,
         # What no document had was never trained.
         bos_id=tokenizer.bos_id if tokenizer is not None and config.data.add_bos else None,
         eos_id=tokenizer.eos_id if tokenizer is not None and config.data.add_eos else None,
     )
-    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}"]
+    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}", *notes]
     if tokenizer is None:
         lines.append(
             "no tokenizer files, no BOS and no EOS: the run read token ids and data.tokenizer does not name their "
             "tokenizer, or its data are no longer there"
         )
     return lines
+
+
+def _max_length(config: TrainConfig) -> tuple[int, list[str]]:
+    """Return the longest sequence that a run's model is meant for, in tokens, and a note where that is uncertain.
+
+    A model that began as `init_from` keeps that one's length where it is longer than the sequences of training.
+    """
+    length = config.data.sequence_length
+    if not config.init_from:
+        return length, []
+    try:
+        return max(length, max_positions(config.init_from) or 0), []
+    except UserError:
+        return length, [
+            f"max_position_embeddings is {length}, the sequences of training: init_from={config.init_from!r} is not a "
+            "local folder here; correct it in config.json if that model was made for longer ones"
+        ]

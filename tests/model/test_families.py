@@ -160,6 +160,9 @@ def test_a_folder_round_trips_bit_for_bit_and_transformers_reads_it_alike(name, 
             "1 of 2 layers have a sliding window",
         ),
         ("qwen2_window", {"layer_types": None, "max_window_layers": 1}, "1 of 2 layers have a sliding window"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "1 of 2 layers have a sliding window"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "0 of 2 layers have a sliding window"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ],
 )
 def test_unsupported_features_of_a_family_are_refused(name, entries, message, tmp_path):
@@ -195,6 +198,20 @@ def test_an_entry_of_null_has_transformers_default(tmp_path):
 def test_parts_that_no_family_combines_are_not_exported():
     with pytest.raises(UserError, match="none of transformers' models"):
         check_has_format(EVERYTHING)
+
+
+def test_a_llama_whose_heads_do_not_divide_its_width_is_exported_as_a_mistral_that_transformers_loads(tmp_path):
+    """LlamaConfig of transformers 5 refuses it; a Mistral without a window computes the same."""
+    config = dataclasses.replace(model_of("llama3"), hidden_size=30, num_heads=4, num_kv_heads=2, head_dim=8)
+    params = random_params(config)
+    save_folder(tmp_path / "m", params, config, max_position_embeddings=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers' own imports
+        from transformers import AutoConfig
+    theirs: Any = AutoConfig.from_pretrained(tmp_path / "m")
+    assert (theirs.hidden_size, theirs.num_attention_heads, theirs.head_dim) == (30, 4, 8)
+    assert theirs.model_type == "mistral" and theirs.sliding_window is None
+    assert from_dict({"model": config_from_folder(tmp_path / "m")}).model == config
 
 
 def test_weights_without_biases_are_refused_as_qwen2(tmp_path):

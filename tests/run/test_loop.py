@@ -176,6 +176,12 @@ def test_a_nan_loss_ends_the_run_and_is_written(tmp_path, monkeypatch):
     assert [(line["step"], line["loss"]) for line in result.lines] == [(1, 1.0), (2, None)]
 
 
+def test_a_nan_loss_before_any_update_is_not_blamed_on_the_learning_rate(tmp_path, monkeypatch):
+    result = Result(tmp_path, monkeypatch, nan_at=1)
+    assert result.error is not None and "at the first step, before any update: the initial weights or" in result.error
+    assert "inner.lr" not in result.error
+
+
 @pytest.mark.parametrize(("stop_at", "saved"), [(None, [3]), (5, [3])])
 def test_non_finite_weights_are_never_saved(tmp_path, monkeypatch, stop_at, saved):
     """The loss of that step is still finite, since it is computed with the weights before the update."""

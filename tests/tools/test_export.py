@@ -24,11 +24,12 @@ from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.export import command as export
 from noloco_jax.generate import command as generate
-from noloco_jax.model.huggingface import config_from_folder, load_params
+from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
+from noloco_jax.model.huggingface_config import max_positions
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.given_model import opened_model
-from noloco_jax.run.trained_model import load_for_export
-from support.model_makers import make_run
+from noloco_jax.run.trained_model import load_for_export, write_model_folder
+from support.model_makers import make_run, random_params
 from support.paths import SHARED
 
 TOKENIZER = SHARED / "data" / "tokenizers" / "c4_bpe_4096"
@@ -282,3 +283,14 @@ def test_no_weights_are_read_without_a_login_or_a_reachable_hub(run, hub, monkey
 def test_an_export_without_a_destination_is_refused(run):
     with pytest.raises(UserError, match="give --out=FOLDER, --push=USER/NAME or both"):
         export.main([f"--workdir={run[0]}"])
+
+
+def test_a_model_that_began_as_another_keeps_its_longest_sequence(tmp_path):
+    """Training on shorter sequences takes no positions away; where that folder is gone, a line says so."""
+    params = random_params(CONFIG.model)
+    save_folder(tmp_path / "given", params, CONFIG.model, max_position_embeddings=4096)
+    for given, expected, num_notes in (("given", 4096, 0), ("gone", 128, 1)):
+        config = dataclasses.replace(CONFIG, init_from=str(tmp_path / given))
+        _, *notes = write_model_folder(tmp_path / f"of {given}", params, config, ByteTokenizer(), "replica 0")
+        assert max_positions(tmp_path / f"of {given}") == expected
+        assert sum("max_position_embeddings is 128" in note for note in notes) == num_notes
