@@ -1,1 +1,1 @@
-"""Simulation of communication costs, to find a setting for a link, and the paper's analysis in numbers; numpy only."""
+"""Cost model of communication, to find a setting for a link."""

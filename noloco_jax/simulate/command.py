@@ -1,21 +1,20 @@
-"""Find a setting that fits your links: the smallest delay that hides an exchange, and the cost of each method.
+"""Find a setting that fits your links, and what each method costs on them.
 
-    python -m noloco_jax.simulate --params=1.3B --bandwidth=1Gbit --latency=40ms --step-time=2s --replicas=16
-    python -m noloco_jax.simulate --params=1.3B --fragments=8 --wire=int6 --sync-every=25
-    python -m noloco_jax.simulate --analysis --out=DIR
+    python -m noloco_jax.simulate --params=1.3B --bandwidth=1Gbit --latency=40ms --step_time=2s --replicas=16
+    python -m noloco_jax.simulate --config=configs/c4_1b.py --bandwidth=100Mbit --step_time=2s --islands
+    python -m noloco_jax.simulate --params=1.3B --fragments=8 --wire=int8 --sync_every=25
 
-Prints Markdown; `--out` also writes it and pictures to DIR. `--analysis` adds the paper's analysis in numbers (latency,
-blocking, the theorem on a quadratic loss), which takes ten seconds more.
+--config takes parameters, method, replicas and the settings of `outer` from a config file, and
+--config.FIELD=VALUE changes it; the flags below win over both. Prints Markdown.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
-from noloco_jax.config import make_parser
+from noloco_jax.config import from_dict, load_config, make_parser, split_overrides
 from noloco_jax.errors import UserError
-from noloco_jax.files import check_writable, folder_of_flag, write_whole
 from noloco_jax.formatting import (
     format_bandwidth,
     format_count,
@@ -24,51 +23,49 @@ from noloco_jax.formatting import (
     parse_count,
     parse_seconds,
 )
-from noloco_jax.simulate import analysis, pictures
-from noloco_jax.simulate.cost import Setting
+from noloco_jax.simulate.cost import OUTER_METHODS, Setting
 from noloco_jax.simulate.report import report
 from noloco_jax.wires import WIRES
 
-REPORT = "simulate.md"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report, and each section of the analysis as soon as it is done."""
-    args = vars(_parser().parse_args(argv))
-    out, with_analysis = args.pop("out"), args.pop("analysis")
-    setting = Setting(**args)
+    """Print the report."""
+    overrides, own = split_overrides(sys.argv[1:] if argv is None else argv)
+    flags = vars(_parser().parse_args(own))
+    file = flags.pop("config")
+    if overrides and file is None:
+        raise UserError(f"{overrides[0]} changes a config file: give it by --config=FILE")
+    setting = Setting(**((_settings_of(file, overrides) if file else {}) | flags))
     setting.check()
-    sections: list[tuple[Callable[[Path | None], str], tuple[str, ...]]] = [(lambda _: report(setting), ())]
-    if with_analysis:
-        sections += analysis.SECTIONS
-    costs = ("cost.png", "exposed.png")
-    if out:
-        _claim(out, [REPORT, *costs, *(name for _, names in sections for name in names)])
-    texts = []
-    for section, names in sections:
-        text = section(out)
-        print(text, end="\n\n", flush=True)
-        texts += [text, *(f"![{name.removesuffix('.png')}]({name})" for name in (names or costs))]
-    if out:
-        pictures.costs(setting, out / costs[0])
-        pictures.exposed(setting, out / costs[1])
-        write_whole(out / REPORT, "\n\n".join(texts) + "\n")
-        print(f"written: {out / REPORT} and its pictures", file=sys.stderr)
+    sys.stdout.write(report(setting) + "\n")  # in one piece, so that `| head` does not end the program in the middle
     return 0
+
+
+def _settings_of(file: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of `Setting` that a configuration has."""
+    config = from_dict(load_config(file, overrides))
+    from noloco_jax.model.kind import num_params  # imports jax
+
+    settings = {
+        "params": float(num_params(config.model)[0]),
+        "method": config.method,
+        "replicas": config.num_replicas,
+        "steps": config.num_steps,
+    }
+    outer = {
+        name: getattr(config.outer, name) for name in ("sync_every", "group_size", "fragments", "wire", "delay")
+    }  # None where the method has no such field
+    return settings | {name: value for name, value in outer.items() if value is not None}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.simulate")
-    parser.add_argument(
-        "--out", type=folder_of_flag, help="folder for the report and the pictures; nothing there is overwritten"
-    )
-    parser.add_argument("--analysis", action="store_true", help="add the paper's analysis in numbers")
-    links = parser.add_argument_group("your model and links")
+    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="a run's config file; --config.FIELD=VALUE too")
     default = Setting()
 
     def flag(name: str, parse: Callable[[str], object], meaning: str, default: object) -> None:
-        # With SUPPRESS a flag that is not given leaves the default to Setting.
-        links.add_argument(
+        # With SUPPRESS a flag that is not given leaves the value to the config file or to Setting.
+        parser.add_argument(
             f"--{name}", type=parse, default=argparse.SUPPRESS, metavar="X", help=f"{meaning} (default {default})"
         )
 
@@ -86,26 +83,20 @@ def _parser() -> argparse.ArgumentParser:
         format_seconds(default.latency),
     )
     flag(
-        "step-time",
-        lambda s: parse_seconds(s, "--step-time"),
-        "computing time of a step: 1.2s",
+        "step_time",
+        lambda s: parse_seconds(s, "--step_time"),
+        "computing time of a step, as bench measures it: 1.2s",
         format_seconds(default.step_time),
     )
+    flag("method", str, f"method to find a setting for: {' or '.join(OUTER_METHODS)}", default.method)
     flag("replicas", int, "number of replicas; for FSDP, of shards", default.replicas)
-    flag("sync-every", int, "inner steps between outer steps", default.sync_every)
-    flag("group-size", int, "replicas that average together in NoLoCo", default.group_size)
+    flag("sync_every", int, "inner steps between outer steps", default.sync_every)
+    flag("group_size", int, "replicas that average together in NoLoCo", default.group_size)
     flag("steps", int, "inner steps of the run", default.steps)
     flag("fragments", int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn", default.fragments)
     flag("wire", str, f"wire format of NoLoCo's messages: {', '.join(WIRES)}", default.wire)
     flag("delay", int, "inner steps beside which DiLoCo and NoLoCo exchange", default.delay)
-    flag("step-spread", float, "standard deviation over mean of a step's time", f"{default.step_spread:g}")
+    parser.add_argument(
+        "--islands", action="store_true", default=argparse.SUPPRESS, help="the replicas are islands, which never wait"
+    )
     return parser
-
-
-def _claim(out: Path, names: Sequence[str]) -> None:
-    """Create the folder; raise UserError if writing these files there would destroy something."""
-    check_writable(out)
-    for name in names:
-        if (out / name).exists():
-            raise UserError(f"--out={out} already holds {name}: name another folder, or remove that file")
-    out.mkdir(parents=True, exist_ok=True)

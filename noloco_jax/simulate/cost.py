@@ -1,27 +1,32 @@
-"""Cost model of communication on given links, and searches for settings that hide it behind computation.
+"""Cost model of communication on given links, and the setting that hides an exchange behind computation.
 
-A message of V bytes takes latency + 8V / bandwidth. Links are full duplex, and all replicas communicate at once. An
-exchange overlaps with the `delay` inner steps after it, one exchange at a time; nothing else overlaps with computation.
-All-reduces are recursive halving and doubling, the best known in latency and bytes: they take
-2⌈log₂ N⌉ latency + 2(N−1)/N · V/bandwidth.
+A message of V bytes takes latency + 8V / bandwidth. Links are full duplex, and all replicas communicate at once.
+All-reduces are recursive halving and doubling: 2⌈log₂ N⌉ latency + 2(N−1)/N · V/bandwidth. What overlaps with
+computation:
+
+* FSDP's collectives with the whole step, as each layer's weights are fetched while the layer before computes;
+* DDP's all-reduce with the backward pass, two thirds of the step, as gradients are sent when they are ready;
+* an exchange of DiLoCo or NoLoCo with the `delay` inner steps after it, or with those up to the next exchange if these
+  are fewer; islands never wait, and leave out exchanges that the link has no time for.
 """
 
+import dataclasses
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from noloco_jax.config import OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import defaults_of
-from noloco_jax.simulate.waiting import waiting_per_step
 from noloco_jax.wires import MODULO_BITS, WIRES, block_bytes, block_of, goes_by_shares
 
-METHODS = ("FSDP", "DDP", "DiLoCo", "NoLoCo")
-OUTER_METHODS = ("DiLoCo", "NoLoCo")
-# The most draws of step times in one round of the waiting simulation; more would take minutes.
-_MAX_STEPS_A_ROUND = 5_000_000
-_LONGEST = 10**9  # inner steps, the end of the search for an interval
+METHODS = {"fsdp": "FSDP", "ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo"}
+OUTER_METHODS = ("diloco", "noloco")
+BACKWARD = 2 / 3  # share of a step's computing time
+ISLAND_HOPS = 5  # messages of an island's exchange, one after another: hello, accept, the payload, received, commit
+_ROUNDING = 1e-9  # relative error of sums of times
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,14 @@ class Setting:
       latency: one-way latency of a message, seconds.
       step_time: computing time of an inner step, seconds.
       replicas: number of replicas N (of FSDP: of shards).
+      method: the method that a setting is wanted for, one of `OUTER_METHODS`.
       sync_every: inner steps H between outer steps, of DiLoCo and NoLoCo alike.
       group_size: replicas n that average together in NoLoCo.
       steps: inner steps of the run.
       fragments: equal parts F of the parameters, each with an outer step of its own every H inner steps.
-      wire: the messages' wire format, one of `WIRES`. All-reduces and FSDP sum numbers in transit, so they send float32
-        if the wire format is quantized.
+      wire: the messages' wire format, one of `WIRES`. All-reduces and FSDP sum numbers in transit and send float32.
       delay: inner steps with which an outer step's exchange overlaps; 0: all replicas wait for it.
-      step_spread: standard deviation over mean of a step's computing time; 0 leaves waiting for stragglers out.
+      islands: NoLoCo's replicas are islands, which never wait for an exchange.
     """
 
     params: float = 125e6
@@ -49,13 +54,14 @@ class Setting:
     latency: float = 0.04
     step_time: float = 1.0
     replicas: int = 16
+    method: str = "noloco"
     sync_every: int = defaults_of("sync_every")["noloco"]
     group_size: int = defaults_of("group_size")["noloco"]
     steps: int = TrainConfig.num_steps
     fragments: int = OuterConfig.fragments
     wire: str = defaults_of("wire")["noloco"]
     delay: int = OuterConfig.delay
-    step_spread: float = 0.0
+    islands: bool = False
 
     def check(self) -> None:
         """Check the fields' ranges and that they fit together.
@@ -63,41 +69,35 @@ class Setting:
         Raises:
           UserError: if a field is out of its range or two disagree.
         """
-        for field in fields(self):
+        for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, str):
+            if isinstance(value, str | bool):
                 continue
-            flag = "--" + field.name.replace("_", "-")
-            if field.name in ("latency", "step_spread", "delay"):
+            if field.name in ("latency", "delay"):
                 if not 0 <= value < math.inf:
-                    raise UserError(f"{flag}={value}: must be zero or greater, and finite")
+                    raise UserError(f"--{field.name}={value}: must be zero or greater, and finite")
             elif not 0 < value < math.inf:
-                raise UserError(f"{flag}={value}: must be greater than zero and finite")
+                raise UserError(f"--{field.name}={value}: must be greater than zero and finite")
         if self.replicas < 2:
             raise UserError(f"--replicas={self.replicas}: one replica sends nothing, give at least 2")
         if not 2 <= self.group_size <= self.replicas:
             raise UserError(
-                f"--group-size={self.group_size} does not fit --replicas={self.replicas}: choose from 2 to the replicas"
+                f"--group_size={self.group_size} does not fit --replicas={self.replicas}: choose from 2 to the replicas"
             )
+        if self.method not in OUTER_METHODS:
+            raise UserError(f"--method={self.method} has no setting to choose: give {' or '.join(OUTER_METHODS)}")
         if self.wire not in WIRES:
             raise UserError(f"--wire={self.wire}: choose one of {', '.join(WIRES)}")
         if self.wire in MODULO_BITS and self.group_size > 2:
-            raise UserError(f"--wire={self.wire} is for pairs and --group-size={self.group_size}: use --wire=int8")
+            raise UserError(f"--wire={self.wire} is for pairs and --group_size={self.group_size}: use --wire=int8")
         if self.delay > self.sync_every:
             raise UserError(
-                f"--delay={self.delay} is more than the --sync-every={self.sync_every} steps after which a fragment "
+                f"--delay={self.delay} is more than the --sync_every={self.sync_every} steps after which a fragment "
                 "has its next outer step: lower it"
             )
-        if self.step_spread and (self.fragments > 1 or self.delay):
-            raise UserError(
-                f"--step-spread={self.step_spread} draws the waiting at outer steps of whole models without a delay: "
-                "leave it out, or --fragments and --delay"
-            )
-        if self.step_spread and self.replicas * self.sync_every > _MAX_STEPS_A_ROUND:
-            raise UserError(
-                f"--replicas={self.replicas} times --sync-every={self.sync_every} is more than {_MAX_STEPS_A_ROUND} "
-                "steps to simulate in a round: lower one of them or leave out --step-spread"
-            )
+        for name, wanted in (("method", "noloco"), ("group_size", 2), ("delay", 0)) if self.islands else ():
+            if (value := getattr(self, name)) != wanted:
+                raise UserError(f"--{name}={value} is not for --islands: give --{name}={wanted}")
 
 
 @dataclass(frozen=True)
@@ -105,35 +105,26 @@ class Cost:
     """Communication of a method.
 
     Attributes:
-      method: one of `METHODS`.
       every: mean inner steps between its exchanges; below 1 if several follow one inner step.
       bytes_per_sync: bytes sent by a replica in one exchange, averaged over replicas.
       bytes_in_all: bytes sent by a replica in the whole run.
       seconds_per_sync: link time of one exchange.
       exposed_per_step: seconds of link time that computing does not hide, averaged over inner steps.
-      waiting_per_step: seconds of waiting for stragglers, averaged over inner steps.
       compute_share: computing time over all time.
     """
 
-    method: str
     every: float
     bytes_per_sync: float
     bytes_in_all: float
     seconds_per_sync: float
     exposed_per_step: float
-    waiting_per_step: float
     compute_share: float
-
-    @property
-    def bytes_per_step(self) -> float:
-        """Return the bytes sent by a replica, averaged over inner steps."""
-        return self.bytes_per_sync / self.every
 
 
 def all_reduce(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Return the bytes that a replica sends in one all-reduce of a fragment, and its seconds."""
-    size, n = _message_bytes(setting, "float32", fragments), setting.replicas
-    sent = 2 * (n - 1) / n * size
+    n = setting.replicas
+    sent = 2 * (n - 1) / n * _message_bytes(setting, "float32", fragments)
     return sent, 2 * _hops(n) * setting.latency + _transfer(setting, sent)
 
 
@@ -143,8 +134,8 @@ def sharded_step(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     3(N−1)/N · V bytes and 3 ⌈log₂ N⌉ latency, as one collective of each kind for the whole model. Real programs go
     layer by layer and pay the latency once a layer.
     """
-    size, n = _message_bytes(setting, "float32", fragments), setting.replicas
-    sent = 3 * (n - 1) / n * size
+    n = setting.replicas
+    sent = 3 * (n - 1) / n * _message_bytes(setting, "float32", fragments)
     return sent, 3 * _hops(n) * setting.latency + _transfer(setting, sent)
 
 
@@ -157,94 +148,79 @@ def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     the remainder group sends to fewer.
     """
     size, (n, replicas) = _message_bytes(setting, setting.wire, fragments), (setting.group_size, setting.replicas)
+    windows = setting.latency if setting.wire in MODULO_BITS else 0.0
+    if setting.islands:
+        return size, windows + ISLAND_HOPS * setting.latency + _transfer(setting, size)
     rest = replicas % n
     if n > 2 and rest == 0 and goes_by_shares(setting.wire, n):
         sent = (n - 1) * (size + _message_bytes(setting, "float32", fragments)) / n  # there and back
         return sent, 2 * (n - 1) * setting.latency + _transfer(setting, sent)
     others = ((replicas - rest) * (n - 1) + rest * (rest - 1)) / replicas
-    windows = setting.latency if setting.wire in MODULO_BITS else 0.0
     return others * size, (n - 1) * (windows + setting.latency + _transfer(setting, size))
 
 
 _EXCHANGES: dict[str, Callable[[Setting, int], tuple[float, float]]] = {
-    "FSDP": sharded_step,
-    "DDP": all_reduce,
-    "DiLoCo": all_reduce,
-    "NoLoCo": group_exchange,
+    "fsdp": sharded_step,
+    "ddp": all_reduce,
+    "diloco": all_reduce,
+    "noloco": group_exchange,
 }
 
 
-def costs(setting: Setting, seed: int = 0) -> list[Cost]:
-    """Return the cost of each of `METHODS`, waiting for stragglers included."""
-    setting.check()
-    waiting = dict.fromkeys(METHODS, 0.0)
-    if setting.step_spread:
-        rest = (setting.group_size, setting.step_time, setting.step_spread, seed)
-        waiting["FSDP"] = waiting["DDP"] = waiting_per_step(setting.replicas, 1, *rest)[0]
-        waiting["DiLoCo"], waiting["NoLoCo"] = waiting_per_step(setting.replicas, setting.sync_every, *rest)
-    return [cost_of(setting, method, waiting[method]) for method in METHODS]
-
-
-def cost_of(setting: Setting, method: str, waiting: float = 0.0) -> Cost:
-    """Return the cost of a method that waits for stragglers by `waiting` seconds a step."""
-    outer = method in OUTER_METHODS
-    interval, fragments, delay = (setting.sync_every, setting.fragments, setting.delay) if outer else (1, 1, 0)
+def cost_of(setting: Setting, method: str) -> Cost:
+    """Return the cost of one of `METHODS`."""
+    is_outer = method in OUTER_METHODS
+    interval, fragments = (setting.sync_every, setting.fragments) if is_outer else (1, 1)
     every = interval / fragments
     sent, seconds = _EXCHANGES[method](setting, fragments)
-    exposed = exposed_seconds(seconds, every, delay, setting.step_time) / every
-    share = setting.step_time / (setting.step_time + exposed + waiting)
-    return Cost(method, every, sent, sent * (setting.steps * fragments // interval), seconds, exposed, waiting, share)
+    overlap = {"fsdp": 1.0, "ddp": BACKWARD}.get(method, setting.delay)
+    if setting.islands and method == "noloco":
+        return Cost(every, sent, sent * (setting.steps * fragments // interval), seconds, 0.0, 1.0)
+    exposed = exposed_seconds(seconds, every, overlap, setting.step_time) / every
+    share = setting.step_time / (setting.step_time + exposed)
+    return Cost(every, sent, sent * (setting.steps * fragments // interval), seconds, exposed, share)
 
 
-def exposed_seconds(seconds: float, every: float, delay: int, step_time: float) -> float:
+def exposed_seconds(seconds: float, every: float, overlap: float, step_time: float) -> float:
     """Return the seconds of an exchange that computing does not hide.
 
-    The exchange overlaps with `delay` inner steps, or with those until the next exchange needs the link if these are
+    The exchange overlaps with `overlap` inner steps, or with those until the next exchange needs the link if these are
     fewer; the next one then begins later. Outer steps count as evenly spaced, which is exact if F divides H or H
     divides F; otherwise a run waits for an exchange less than a tenth of a step longer (a test replays it).
     """
-    left = seconds - min(delay, every) * step_time
-    return left if left > 1e-9 * seconds else 0.0  # drops the rounding error of the subtraction
+    left = seconds - min(overlap, every) * step_time
+    return left if left > _ROUNDING * seconds else 0.0
 
 
-def exposed_share(setting: Setting) -> float:
-    """Return the share of the wall-clock time that NoLoCo spends waiting for the links, 0 to 1."""
-    return 1 - cost_of(setting, "NoLoCo").compute_share
-
-
-def smallest_delay(setting: Setting, method: str = "NoLoCo") -> int | None:
+def smallest_delay(setting: Setting, method: str) -> int | None:
     """Return the fewest inner steps that hide an exchange; None if none do before the next exchange."""
-    return _first(
-        range(setting.sync_every + 1),
-        lambda steps: cost_of(replace(setting, delay=steps), method).exposed_per_step == 0,
-    )
+    cost = cost_of(setting, method)
+    hidden = exposed_seconds(cost.seconds_per_sync, cost.every, cost.every, setting.step_time) == 0
+    return _at_least(cost.seconds_per_sync / setting.step_time) if hidden else None
 
 
-def shortest_interval(setting: Setting) -> int | None:
-    """Return the smallest `sync_every` with which some delay hides every exchange of NoLoCo."""
-    return _first(
-        range(1, _LONGEST),
-        lambda steps: cost_of(replace(setting, sync_every=steps, delay=steps), "NoLoCo").exposed_per_step == 0,
-    )
+def shortest_interval(setting: Setting, method: str) -> int:
+    """Return the smallest `sync_every` with which some delay hides every exchange."""
+    seconds = cost_of(setting, method).seconds_per_sync
+    return max(_at_least(setting.fragments * seconds / setting.step_time), 1)
 
 
 def fitting(setting: Setting) -> Setting:
-    """Return the nearest setting in which NoLoCo's exchanges are hidden, with the smallest delay for that.
+    """Return the nearest setting in which the method's exchanges are hidden, with the smallest delay for that.
 
     It keeps the wire format if possible, else uses the widest narrower one that fits. If none fits, it uses the
-    narrowest at the shortest interval.
+    narrowest at the shortest interval. On islands, which take no delay, it leaves that at 0.
     """
-    wires = wires_for(setting.group_size)
+    wires = wires_for(setting.group_size) if setting.method == "noloco" else [setting.wire]
     narrower = setting
     for wire in wires[wires.index(setting.wire) :]:
-        narrower = replace(setting, wire=wire)
-        if (delay := smallest_delay(narrower)) is not None:
-            return replace(narrower, delay=delay)
-    interval = shortest_interval(narrower)
-    if interval is None:
-        raise UserError(f"no --sync-every up to {_LONGEST} hides an exchange on this link: raise --bandwidth")
-    longer = replace(narrower, sync_every=interval, delay=0)
-    return replace(longer, delay=smallest_delay(longer) or 0)
+        narrower = replace(setting, wire=wire, delay=0)
+        if (delay := smallest_delay(narrower, setting.method)) is not None:
+            break
+    else:
+        narrower = replace(narrower, sync_every=shortest_interval(narrower, setting.method))
+        delay = smallest_delay(narrower, setting.method)
+    return narrower if setting.islands else replace(narrower, delay=delay)
 
 
 def wires_for(group_size: int) -> list[str]:
@@ -253,10 +229,57 @@ def wires_for(group_size: int) -> list[str]:
     return sorted(fitting, key=lambda wire: -block_bytes(wire) / block_of(wire))
 
 
-def _first(candidates: Sequence[int], holds: Callable[[int], bool]) -> int | None:
-    """Return the first candidate for which `holds` is true, by bisection; it must then hold for all later ones."""
-    index = bisect_left(candidates, True, key=holds)
-    return candidates[index] if index < len(candidates) else None
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one averaging of a fragment among n replicas, by how it is done."""
+
+    pair: float
+    halving: float
+    ring: float
+    tree: float
+
+
+def latency_of(setting: Setting, replicas: int) -> Latency:
+    """Return the times of a float32 message between two replicas, and of all-reduces among `replicas`.
+
+    A ring sends 2(n−1) messages of an n-th, one after another. A tree sends whole messages up and down its levels.
+    """
+    size = _message_bytes(setting, "float32", setting.fragments)
+    message = setting.latency + _transfer(setting, size)
+    _, halving = all_reduce(replace(setting, replicas=replicas), setting.fragments)
+    ring = 2 * (replicas - 1) * (setting.latency + _transfer(setting, size / replicas))
+    return Latency(message, halving, ring, 2 * _hops(replicas) * message)
+
+
+def tree_over_pair(variation: float, num_levels: int, num_runs: int, seed: int = 0) -> np.ndarray:
+    """Return the expected time of a tree all-reduce over n = 2, 4, ... replicas over that of a tree of two.
+
+    At each level two subtrees send their sums to be added, and the later arrival counts:
+    T(2n) = max(T(n) + t, T'(n) + t') with T(1) = 0 and log-normal t, t' of mean 1. The broadcast is the same tree in
+    reverse. With `variation` 0 the ratio is log₂ n, the paper's; waiting that accumulates makes it larger.
+
+    Args:
+      variation: standard deviation over mean of a message's time.
+      num_levels: the largest tree has 2^num_levels replicas.
+      num_runs: number of independent trees R to average over.
+      seed: seed of the draws.
+
+    Returns:
+      (num_levels,) the ratio for each n.
+    """
+    rng = np.random.default_rng(seed)
+    sigma = math.sqrt(math.log1p(variation**2))
+    means, finish_RN = [], np.zeros((num_runs, 2**num_levels))
+    for _ in range(num_levels):
+        arrival_RN = finish_RN + np.exp(sigma * rng.standard_normal(finish_RN.shape) - sigma**2 / 2)
+        finish_RN = np.maximum(arrival_RN[:, ::2], arrival_RN[:, 1::2])
+        means.append(finish_RN.mean())
+    return np.array(means) / (1 + math.erf(sigma / 2))  # E max(t, t') of two log-normal times of mean 1
+
+
+def _at_least(steps: float) -> int:
+    """Return the smallest number of whole steps that is no less, up to rounding errors."""
+    return math.ceil(steps * (1 - _ROUNDING))
 
 
 def _message_bytes(setting: Setting, wire: str, fragments: int) -> float:

@@ -1,4 +1,4 @@
-"""Report of `python -m noloco_jax.simulate`: a setting that fits the link, and the cost of methods and formats."""
+"""Report of `python -m noloco_jax.simulate`: a setting that fits the link, and the costs of methods and formats."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,24 +6,24 @@ from dataclasses import replace
 from noloco_jax.formatting import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
 from noloco_jax.simulate import cost
 
+LEVELS = 10  # of the largest tree: 1,024 replicas
+_TREES = 2000
 _MODEL = (
     "A message of V bytes takes latency + 8V / bandwidth; links are alike and full duplex; an exchange does not slow "
-    "computing down. All-reduces are recursive halving and doubling; FSDP gathers twice and reduces once a "
-    "step; both send float32 where the wire is quantized."
+    "computing down; every step takes the same time. All-reduces are recursive halving and doubling in float32. FSDP "
+    "gathers twice and reduces once a step, beside the whole step; DDP's all-reduce overlaps with the backward pass, "
+    "two thirds of a step."
 )
+_ISLANDS = f" An exchange between islands takes {cost.ISLAND_HOPS} latencies. *completed*: the exchanges that the link has time for."
 
 
 def report(setting: cost.Setting) -> str:
-    """Return the answer, then a table of NoLoCo's wire formats and one of the methods, as Markdown."""
-    spread = (
-        f"Steps take log-normal times, standard deviation {setting.step_spread:g} of the mean; FSDP, DDP and DiLoCo "
-        "wait for the slowest of all, NoLoCo for its group."
-        if setting.step_spread
-        else "Every step takes the same time; `--step-spread` adds the waiting for stragglers."
-    )
+    """Return the answer, then tables of the wire formats, the methods and the numbers of replicas, as Markdown."""
+    where = "islands" if setting.islands else "replicas"
+    message = format_bytes(4 * setting.params / setting.fragments)
     return "\n\n".join(
         [
-            f"{format_count(setting.params)} parameters, {setting.replicas} replicas, "
+            f"{format_count(setting.params)} parameters, {setting.replicas} {where}, "
             f"{format_bandwidth(setting.bandwidth)} each way, {format_seconds(setting.latency)} latency, "
             f"{format_seconds(setting.step_time)} of computing a step.",
             answer(setting),
@@ -32,31 +32,44 @@ def report(setting: cost.Setting) -> str:
             f"Methods, DiLoCo and NoLoCo {schedule(setting)}; bytes are those that one replica sends, in "
             f"{setting.steps} steps in all:",
             _methods(setting),
-            f"{_MODEL} {spread}",
+            f"One averaging of {message} in float32, by the number of replicas:",
+            _latencies(setting),
+            "*tree / pair* is the paper's comparison, in which a pair is a tree of two: log₂ N where all messages take "
+            "the same time, more where their times vary (log-normal, with a standard deviation as large as the mean). "
+            "A pair of NoLoCo sends both ways at once, which halves its time again.",
+            _MODEL + (_ISLANDS if setting.islands else ""),
         ]
     )
 
 
 def answer(setting: cost.Setting) -> str:
-    """Return a sentence on whether a delay hides NoLoCo's exchange on this link, and the trainer's flags for it."""
-    seconds = cost.cost_of(setting, "NoLoCo").seconds_per_sync
-    every = setting.sync_every / setting.fragments
-    fits = cost.fitting(setting)
-    takes = f"an exchange takes {format_seconds(seconds)}"
+    """Return a sentence on whether the exchange fits between two of them, and the trainer's flags for it."""
+    own, fits = cost.cost_of(setting, setting.method), cost.fitting(setting)
+    takes = f"an exchange takes {format_seconds(own.seconds_per_sync)}"
     if (fits.wire, fits.sync_every) == (setting.wire, setting.sync_every):
-        exposed = format_percent(cost.exposed_share(replace(setting, delay=0)))
-        text = (
-            f"This setting fits the link: {takes}, and outer.delay={fits.delay} is the smallest delay that hides it "
-            f"(without a delay, {exposed} of the time is exposed):"
+        exposed = cost.cost_of(replace(setting, delay=0), setting.method)
+        text = f"This setting fits the link: {takes}, and " + (
+            _lag(fits)
+            if setting.islands
+            else f"outer.delay={fits.delay} is the smallest delay that hides it (without a delay, "
+            f"{format_percent(1 - exposed.compute_share)} of the time is exposed)"
         )
     else:
         text = (
-            f"This setting does not fit the link: {takes}, and the {every:.3g} steps to the next one take "
-            f"{format_seconds(every * setting.step_time)}. The nearest that fits, with the smallest delay that hides "
-            "its exchange:"
+            f"This setting does not fit the link: {takes}, and the {own.every:.3g} steps to the next one take "
+            f"{format_seconds(own.every * setting.step_time)}. The nearest that fits, "
+            + (f"in which {_lag(fits)}" if setting.islands else "with the smallest delay that hides its exchange")
         )
-    fields = {name: getattr(fits, name) for name in ("sync_every", "fragments", "wire", "delay")}
-    return f"{text}\n\n    {' '.join(f'--config.outer.{name}={value}' for name, value in fields.items())}"
+    names = ["sync_every", "fragments"]
+    names += ["wire"] if setting.method == "noloco" else []
+    names += [] if setting.islands else ["delay"]
+    flags = [f"--config.outer.{name}={getattr(fits, name)}" for name in names]
+    return f"{text}:\n\n    --config.method={setting.method} {' '.join(flags)}"
+
+
+def _lag(setting: cost.Setting) -> str:
+    steps = cost.smallest_delay(setting, setting.method)
+    return f"corrections arrive {steps} step{'' if steps == 1 else 's'} late"
 
 
 def schedule(setting: cost.Setting) -> str:
@@ -84,42 +97,57 @@ def _wires(setting: cost.Setting) -> str:
     rows = []
     for wire in cost.wires_for(setting.group_size):
         own = replace(setting, wire=wire)
-        c = cost.cost_of(own, "NoLoCo")
+        c = cost.cost_of(own, "noloco")
         rows.append(
             [
                 wire,
                 format_bytes(c.bytes_per_sync),
                 format_seconds(c.seconds_per_sync),
-                format_percent(cost.exposed_share(own)),
-                _or_none(cost.smallest_delay(own)),
-                _or_none(cost.shortest_interval(own)),
+                format_percent(_completed(own) if setting.islands else 1 - c.compute_share),
+                _or_none(cost.smallest_delay(own, "noloco")),
+                str(cost.shortest_interval(own, "noloco")),
             ]
         )
-    header = ["wire", "sent each time", "link time", "exposed", "smallest delay that hides it"]
-    return markdown_table([*header, "shortest sync_every so hidden"], rows)
+    own = ["completed", "steps late"] if setting.islands else ["exposed", "smallest delay that hides it"]
+    return markdown_table(["wire", "sent each time", "link time", *own, "shortest sync_every that fits"], rows)
 
 
 def _methods(setting: cost.Setting) -> str:
     rows = []
-    for c in cost.costs(setting):
-        delay = _or_none(cost.smallest_delay(setting, c.method)) if c.method in cost.OUTER_METHODS else ""
+    for method, title in cost.METHODS.items():
+        c = cost.cost_of(setting, method)
         rows.append(
             [
-                c.method,
+                title,
                 f"{c.every:.3g} step{'' if c.every == 1 else 's'}",
-                format_bytes(c.bytes_per_step),
+                format_bytes(c.bytes_per_sync / c.every),
                 format_bytes(c.bytes_in_all),
                 format_seconds(c.seconds_per_sync),
                 format_seconds(c.exposed_per_step),
-                *([format_seconds(c.waiting_per_step)] if setting.step_spread else []),
                 format_percent(c.compute_share),
-                delay,
             ]
         )
-    waiting = ["waiting a step"] if setting.step_spread else []
-    header = ["method", "every", "sent a step", "sent in all", "link time", "exposed a step", *waiting]
-    return markdown_table([*header, "time computing", "smallest delay that hides it"], rows)
+    header = ["method", "every", "sent a step", "sent in all", "link time", "exposed a step", "time computing"]
+    return markdown_table(header, rows)
 
 
-def _or_none(answer: int | None) -> str:
-    return "none" if answer is None else str(answer)
+def _latencies(setting: cost.Setting) -> str:
+    varying = cost.tree_over_pair(1.0, LEVELS, _TREES)
+    rows = []
+    for level in range(LEVELS):
+        n = 2 ** (level + 1)
+        at = cost.latency_of(setting, n)
+        times = [format_seconds(seconds) for seconds in (at.pair, at.halving, at.ring, at.tree)]
+        rows.append([f"{n:,}", *times, str(level + 1), f"{varying[level]:.1f}"])
+    header = ["replicas", "pair", "halving and doubling", "ring", "tree", "tree / pair", "with varying times"]
+    return markdown_table(header, rows)
+
+
+def _completed(setting: cost.Setting) -> float:
+    """Return the share of an island's exchanges that the link has time for."""
+    c = cost.cost_of(setting, "noloco")
+    return min(c.every * setting.step_time / c.seconds_per_sync, 1.0)
+
+
+def _or_none(steps: int | None) -> str:
+    return "none" if steps is None else str(steps)

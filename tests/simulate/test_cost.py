@@ -1,13 +1,32 @@
-"""Bytes that replicas send by the cost model, against the trainer's own programs."""
+"""The cost model: bytes against the trainer's programs, times against hand counts and a replay of a run by events."""
 
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict
 from noloco_jax.model.kind import num_params
 from noloco_jax.run.messages import messages_of
-from noloco_jax.simulate.cost import Setting, all_reduce, group_exchange
+from noloco_jax.simulate.cost import (
+    Setting,
+    all_reduce,
+    cost_of,
+    exposed_seconds,
+    fitting,
+    group_exchange,
+    latency_of,
+    sharded_step,
+    shortest_interval,
+    smallest_delay,
+    tree_over_pair,
+)
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+# 4 GB of float32 at 1 GB/s.
+SETTING = Setting(params=1e9, bandwidth=8e9, latency=0.1, step_time=0.5, replicas=8, sync_every=10, steps=37)
 
 
 def sent(method: str, num_replicas: int, **outer) -> tuple[int, float]:
@@ -31,8 +50,113 @@ def test_bytes_of_an_all_reduce_equal_those_of_dilocos_outer_program():
     assert all_reduce(Setting(params=params, replicas=4))[0] == expected
 
 
-def test_modulo_windows_cost_one_more_latency():
-    coded, windowed = (Setting(params=1e6, latency=0.2, wire=wire) for wire in ("int4", "modulo4"))
-    bytes_sent, seconds = group_exchange(windowed)
-    assert bytes_sent == group_exchange(coded)[0]  # a window and a check in place of a scale
-    assert seconds == pytest.approx(2 * 0.2 + 8 * bytes_sent / windowed.bandwidth)
+def test_bytes_and_seconds_of_exchanges_match_counts_by_hand():
+    assert group_exchange(SETTING) == pytest.approx((4e9, 4.1))
+    # 258 MB of 66 bytes for 64 weights in each of 4 fragments.
+    assert group_exchange(replace(SETTING, wire="int8"), 4) == pytest.approx((257.8125e6, 0.1 + 0.2578125))
+    # Windows go ahead of 34 bytes for 64 weights.
+    assert group_exchange(replace(SETTING, wire="modulo4")) == pytest.approx((531.25e6, 0.2 + 0.53125))
+    # Six replicas in groups of four leave a pair.
+    with_rest = replace(SETTING, replicas=6, group_size=4)
+    assert group_exchange(with_rest) == pytest.approx(((4 * 3 + 2 * 1) / 6 * 4e9, 3 * 4.1))
+    assert all_reduce(SETTING) == pytest.approx((7e9, 2 * 3 * 0.1 + 7))
+    assert sharded_step(SETTING) == pytest.approx((10.5e9, 3 * 3 * 0.1 + 10.5))
+
+
+def replayed(seconds: float, step_time: float, sync_every: int, fragments: int, delay: int) -> float:
+    """Return the mean seconds that a step waits for the link, replaying compute, link and corrections by events."""
+    rounds = 40
+    numbers = itertools.count(1)
+    due = next(numbers)  # the k-th outer step follows inner step ⌈k H / F⌉
+    clock = link_free = waited = waited_at_half = 0.0
+    in_flight: list[tuple[int, float]] = []  # (inner step that applies it, its arrival)
+    for step in range(1, rounds * sync_every + 1):
+        clock += step_time
+        while in_flight and in_flight[0][0] <= step:
+            wait = max(in_flight.pop(0)[1] - clock, 0)
+            clock, waited = clock + wait, waited + wait
+        while math.ceil(due * sync_every / fragments) == step:
+            due = next(numbers)
+            link_free = max(clock, link_free) + seconds
+            if delay:
+                in_flight.append((step + delay, link_free))
+            else:
+                clock, waited = link_free, waited + seconds
+        if step == rounds * sync_every // 2:
+            waited_at_half = waited
+    return (waited - waited_at_half) / (rounds * sync_every / 2)
+
+
+@pytest.mark.parametrize(("sync_every", "fragments"), [(12, 1), (12, 4), (2, 8), (1, 3)])
+@pytest.mark.parametrize("seconds", [0.2, 0.7, 1.9, 40.0])
+def test_exposed_time_of_evenly_spaced_exchanges_equals_the_replayed_wait(sync_every, fragments, seconds):
+    every = sync_every / fragments
+    for delay in range(sync_every + 1):
+        expected = replayed(seconds, 0.6, sync_every, fragments, delay)
+        np.testing.assert_allclose(exposed_seconds(seconds, every, delay, 0.6) / every, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("sync_every", "fragments"), [(10, 4), (7, 3)])
+def test_exposed_time_of_unevenly_spaced_exchanges_is_near_the_replayed_wait(sync_every, fragments):
+    every, step_time = sync_every / fragments, 0.6
+    for seconds, delay in itertools.product(np.linspace(0.1, 3, 8).tolist(), range(sync_every + 1)):
+        more = every * replayed(seconds, step_time, sync_every, fragments, delay)
+        assert abs(more - exposed_seconds(seconds, every, delay, step_time)) < step_time / 10
+
+
+@pytest.mark.parametrize("changes", [{}, {"latency": 2.0}, {"fragments": 5}, {"fragments": 5, "wire": "int4"}])
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_the_smallest_delay_and_interval_are_the_first_without_a_replayed_wait(method, changes):
+    setting = replace(SETTING, method=method, **changes)
+    seconds = cost_of(setting, method).seconds_per_sync
+
+    def hides(sync_every: int, delay: int) -> bool:
+        return replayed(seconds, 0.5, sync_every, setting.fragments, delay) < 1e-9
+
+    assert smallest_delay(setting, method) == next((d for d in range(11) if hides(10, d)), None)
+    shortest = next(h for h in itertools.count(1) if any(hides(h, d) for d in range(h + 1)))
+    assert shortest_interval(setting, method) == shortest
+
+
+def test_ddp_overlaps_with_the_backward_pass_and_fsdp_with_the_whole_step():
+    setting = replace(SETTING, step_time=9.0)
+    assert cost_of(setting, "ddp").exposed_per_step == pytest.approx(7.6 - 6)
+    assert cost_of(setting, "fsdp").exposed_per_step == pytest.approx(11.4 - 9)
+    assert cost_of(replace(setting, step_time=12.0), "ddp").compute_share == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        # An exchange takes 4.1 s, a step 0.5 s.
+        ({}, ("float32", 10, 9)),
+        ({"delay": 3}, ("float32", 10, 9)),
+        # 4 steps, 2 s, cannot hide bfloat16 (2.1 s), but int8 (0.1 s + 66 bytes for 64 weights).
+        ({"sync_every": 4}, ("int8", 4, 3)),
+        # No wire beats the latency: modulo4 takes 2 · 0.8 s + 0.53 s, a step 0.5 s.
+        ({"sync_every": 1, "latency": 0.8}, ("modulo4", 5, 5)),
+        ({"sync_every": 1, "latency": 0.8, "group_size": 4}, ("int4", 8, 8)),
+        # An all-reduce, of float32 always, takes 7.6 s.
+        ({"method": "diloco"}, ("float32", 16, 16)),
+        # An island's exchange takes 0.5 s + 4 s, and corrections enter when they come.
+        ({"islands": True}, ("float32", 10, 0)),
+        ({"islands": True, "sync_every": 4}, ("int8", 4, 0)),
+    ],
+)
+def test_fitting_changes_as_little_as_needed_and_takes_the_smallest_delay(changes, fits):
+    setting = replace(SETTING, **changes)
+    found = fitting(setting)
+    assert (found.wire, found.sync_every, found.delay) == fits
+    assert cost_of(found, found.method).exposed_per_step == 0
+
+
+def test_a_tree_of_equal_messages_takes_log_n_pairs_and_a_varying_one_more():
+    np.testing.assert_allclose(tree_over_pair(0, num_levels=6, num_runs=1), np.arange(1, 7))
+    # 12.4 and 17 at 1,024 replicas were found independently of this program.
+    np.testing.assert_allclose([tree_over_pair(v, 10, 300)[-1] for v in (0.5, 1.0)], [12.4, 17.0], rtol=0.02)
+
+
+def test_all_reduces_of_two_replicas_take_the_time_of_messages_there_and_back():
+    at = latency_of(SETTING, 2)
+    assert (at.pair, at.tree) == pytest.approx((4.1, 8.2))
+    assert (at.halving, at.ring) == pytest.approx((4.2, 4.2))  # halves of the message, there and back
