@@ -14,7 +14,10 @@ _MODEL = (
     "gathers twice and reduces once a step, beside the whole step; DDP's all-reduce overlaps with the backward pass, "
     "two thirds of a step."
 )
-_ISLANDS = f" An exchange between islands takes {cost.ISLAND_HOPS} latencies. *completed*: the exchanges that the link has time for."
+_ISLANDS = (
+    f" An exchange between islands takes {cost.ISLAND_HOPS} latencies. *completed*: the share of the exchanges that the "
+    "link has time for."
+)
 
 
 def report(setting: cost.Setting) -> str:
