@@ -15,7 +15,7 @@ _MODEL = (
     "two thirds of a step."
 )
 _ISLANDS = (
-    f" An exchange between islands takes {cost.ISLAND_HOPS} latencies. *completed*: the share of the exchanges that the "
+    f" An exchange between islands takes {cost.ISLAND_HOPS} latencies. *completed*: the share of exchanges that the "
     "link has time for."
 )
 
