@@ -22,19 +22,19 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 # Files and rooms whose tests start runs or compile whole training programs, the longest first and those of several
 # processes apart from one another: workers (`-n`) take files in this order. The tests of all other files are `unit`.
 LONG = (
-    *("processes/test_train", "run/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
-    *("run/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
+    *("processes/test_train", "train/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
+    *("train/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
     *("islands/test_come_and_go", "islands/test_own_loop", "islands/test_several_processes"),
     *(
         "processes/test_elastic",
         "spmd/test_layouts",
-        "run/test_train_resume",
+        "train/test_train_resume",
         "model/test_llama",
         "model/test_own_model",
         "communication/",
     ),
     *("bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
-    *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
+    *("processes/test_shared_batch", "checkpoint/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
     *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
     *(
         "tools/test_documented_commands",
@@ -49,7 +49,13 @@ LONG = (
 ON_GPUS = (
     *("model/test_golden", "model/test_attention", "model/test_document_mask", "model/test_decode"),
     *("outer/test_golden", "outer/test_oracle", "outer/test_rules", "outer/test_fragments", "outer/test_sparseloco"),
-    *("exchange/test_modulo", "exchange/test_wire", "spmd/test_layouts", "spmd/test_offload", "run/test_train_resume"),
+    *(
+        "exchange/test_modulo",
+        "exchange/test_wire",
+        "spmd/test_layouts",
+        "spmd/test_offload",
+        "train/test_train_resume",
+    ),
 )
 TESTS = Path(__file__).parent
 

@@ -33,7 +33,7 @@ from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import parse_args, split_overrides, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
-from noloco_jax.run.console import make_console
+from noloco_jax.metrics.console import make_console
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,12 +15,12 @@ from itertools import combinations
 import jax
 import numpy as np
 
+from noloco_jax.checkpoint.trained_model import load_for_export
 from noloco_jax.config import load_saved, make_parser
 from noloco_jax.data import load_tokenizer, validation_batches
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.files import folder_of_flag
 from noloco_jax.model.moe import Moe
-from noloco_jax.run.trained_model import load_for_export
 
 
 def main(argv: Sequence[str] | None = None) -> int:

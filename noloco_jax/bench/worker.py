@@ -15,12 +15,12 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.methods import method_of, schedule_of
-from noloco_jax.run.flops import mfu, model_flops_per_token, newton_schulz_flops
-from noloco_jax.run.memory import compiled_peak, measured_peak, program_memory
-from noloco_jax.run.messages import messages_of, num_pairings
+from noloco_jax.metrics.flops import mfu, model_flops_per_token, newton_schulz_flops
+from noloco_jax.metrics.memory import compiled_peak, measured_peak, program_memory
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
+from noloco_jax.train.messages import messages_of, num_pairings
 
 # A trace names the operations of a CUDA graph after the graph; no sequence of kernels is long enough to become one.
 _NO_CUDA_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}

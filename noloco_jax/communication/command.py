@@ -22,7 +22,7 @@ from noloco_jax.communication.table import show, to_json
 from noloco_jax.config import parse_args
 from noloco_jax.errors import UserError
 from noloco_jax.methods import has_delay
-from noloco_jax.run.console import make_console
+from noloco_jax.metrics.console import make_console
 from noloco_jax.spmd.background import training_devices
 
 

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.run.messages import num_pairings
 from noloco_jax.spmd.background import build_background, host_mesh, is_in_background, lower_background
 from noloco_jax.spmd.compile import PROGRAMS, compile_programs
 from noloco_jax.spmd.hlo import Collective, Traffic, read_hlo
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.shared_batch import spans_processes
+from noloco_jax.train.messages import num_pairings
 
 EVALUATION = ("evaluate", "merge", "spread")  # the programs that an evaluation runs
 

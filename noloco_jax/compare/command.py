@@ -49,7 +49,7 @@ from noloco_jax.config import make_parser, split_overrides
 from noloco_jax.data import check_data
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable, folder_of_flag, full_disk_told
-from noloco_jax.run.console import make_console
+from noloco_jax.metrics.console import make_console
 
 
 def main(argv: Sequence[str] | None = None) -> int:

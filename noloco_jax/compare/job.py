@@ -18,7 +18,7 @@ from noloco_jax.cores import keep_on
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.formatting import format_clock, format_perplexity, format_tokens_per_second, or_infinity
-from noloco_jax.run.metrics import METRICS_FILE, NewLines
+from noloco_jax.metrics.writer import METRICS_FILE, NewLines
 
 PLANNED_FILE = "planned.json"  # the configuration that a run was planned with, whatever becomes of the config file
 

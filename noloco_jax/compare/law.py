@@ -10,7 +10,7 @@ from noloco_jax.compare.plan import Plan
 from noloco_jax.compare.rows import Row, mean_and_std
 from noloco_jax.compare.variants import Choices, Variant
 from noloco_jax.config import TrainConfig
-from noloco_jax.run.messages import num_outer_steps
+from noloco_jax.train.messages import num_outer_steps
 
 _FREQUENCY = {"num_steps", "outer.sync_every"}  # fields that change little but the number of meetings
 _WITH_LENGTH = {"checkpoint_every", "eval_every", "inner.warmup_steps"}  # fields that go along with num_steps

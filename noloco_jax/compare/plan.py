@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_jax.checkpoint.record import data_at_start
 from noloco_jax.compare.variants import Choices, Variant
 from noloco_jax.config import CONFIG_FILE, DataConfig, TrainConfig, changes, from_dict, load_config, load_saved
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
-from noloco_jax.run.record import data_at_start
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from noloco_jax.compare.rows import Row, Worth, mean_and_std, worths
 from noloco_jax.compare.variants import Choices
 from noloco_jax.formatting import format_bytes, format_spread
 from noloco_jax.methods import METHODS
-from noloco_jax.run.messages import num_outer_steps
+from noloco_jax.train.messages import num_outer_steps
 
 PAPERS_CORRELATION = "the paper finds 0.91 to 0.97"
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from noloco_jax.compare.plan import Run
-from noloco_jax.run.flops import model_flops_per_token
-from noloco_jax.run.metrics import METRICS_FILE, read_metrics
+from noloco_jax.metrics.flops import model_flops_per_token
+from noloco_jax.metrics.writer import METRICS_FILE, read_metrics
 from noloco_jax.spmd.inner import learning_rates
 
 # Replicas count as equal where they differ by less than this part of what one inner step may move a weight by: rounding

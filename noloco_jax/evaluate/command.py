@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, opened_model
 from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
 from noloco_jax.data import Tokenizer, batches_of, data_facts, open_documents
 from noloco_jax.data.from_config import configs_by_source, open_source
@@ -28,10 +29,9 @@ from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.source import Source
 from noloco_jax.errors import UserError, tell
 from noloco_jax.formatting import format_perplexity
+from noloco_jax.metrics.evaluate import loss_of_one, perplexity_of
 from noloco_jax.model.kind import Params
 from noloco_jax.patience import told_if_slow
-from noloco_jax.run.evaluate import loss_of_one, perplexity_of
-from noloco_jax.run.given_model import GivenModel, define_model_flags, opened_model
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import jax
 
+from noloco_jax.checkpoint.trained_model import load_for_export, tokenizer_of, write_model_folder
 from noloco_jax.config import load_saved, make_parser
 from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.model.huggingface import check_has_format, check_new_folder
-from noloco_jax.run.trained_model import load_for_export, tokenizer_of, write_model_folder
 from noloco_jax.storage.hub import check_push, push_folder
 
 

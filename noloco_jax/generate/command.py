@@ -13,14 +13,14 @@ import jax
 import numpy as np
 
 from noloco_jax import draws
+from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, opened_model
 from noloco_jax.config import ModelConfig, make_parser
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_memory
+from noloco_jax.metrics.memory import device_memory
 from noloco_jax.model.decode import generate
 from noloco_jax.model.kind import check_generates, kind_of
-from noloco_jax.run.given_model import GivenModel, define_model_flags, opened_model
-from noloco_jax.run.memory import device_memory
-from noloco_jax.run.sample import prompt_ids
+from noloco_jax.train.sample import prompt_ids
 
 _LEAST_TEMPERATURE = 1e-6  # logits over less overflow
 

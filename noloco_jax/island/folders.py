@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from noloco_jax.checkpoint import elastic
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.config import CONFIG_FILE, MeshConfig, TrainConfig, load_saved, save_config
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
@@ -19,9 +22,6 @@ from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.model.huggingface import check_new_folder
-from noloco_jax.run import elastic
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
@@ -33,13 +34,12 @@ from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import schedule_of
 from noloco_jax.outer.fragments import described
 from noloco_jax.outer.rule import at_round
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.messages import Messages, shares_moments
-from noloco_jax.run.mode import Resumed
 from noloco_jax.spmd.first_process import from_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
+from noloco_jax.train.messages import Messages, shares_moments
+from noloco_jax.train.mode import Resumed
 
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")

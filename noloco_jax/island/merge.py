@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import MeshConfig, TrainConfig, from_dict
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
@@ -24,9 +25,8 @@ from noloco_jax.islands.protocol.members import OPEN, Entry
 from noloco_jax.islands.query import About, ask_about, check_finite, fetch_weights
 from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.islands.steps import weight_specs
+from noloco_jax.metrics.evaluate import evaluate_alone, read_validation
 from noloco_jax.model.kind import param_shapes
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import evaluate_alone, read_validation
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.cluster.processes import run_processes
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import tell
@@ -15,13 +16,12 @@ from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import schedule_of
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import Validation, evaluate_alone
-from noloco_jax.run.messages import Messages
-from noloco_jax.run.mode import Resumed
-from noloco_jax.run.sync import Sync
+from noloco_jax.metrics.evaluate import Validation, evaluate_alone
 from noloco_jax.spmd.programs import Programs, PyTree, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
+from noloco_jax.train.messages import Messages
+from noloco_jax.train.mode import Resumed
+from noloco_jax.train.sync import Sync
 
 _COMPILE_SECONDS = 3600.0  # by which the island's processes may differ in reading a checkpoint and compiling
 

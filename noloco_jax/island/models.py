@@ -4,6 +4,7 @@ import argparse
 
 import jax
 
+from noloco_jax.checkpoint.trained_model import tokenizer_of, write_model_folder
 from noloco_jax.config import load_saved, overridden
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_perplexity
@@ -12,9 +13,8 @@ from noloco_jax.island.merge import evaluation_of, mean_of, of_folders, of_live_
 from noloco_jax.island.report import draw_islands, report_table, row_of
 from noloco_jax.islands.discovery import read_run
 from noloco_jax.islands.roster import read_roster
+from noloco_jax.metrics.console import by_source, make_console
 from noloco_jax.model.huggingface import check_has_format, check_new_folder
-from noloco_jax.run.console import by_source, make_console
-from noloco_jax.run.trained_model import tokenizer_of, write_model_folder
 
 
 def merge(flags: argparse.Namespace) -> int:

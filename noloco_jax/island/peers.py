@@ -13,7 +13,7 @@ from noloco_jax.islands.entries import MEMBERS_FILE, describe, known_roster, mem
 from noloco_jax.islands.keys import AUTHORITY_KEY, make_keys, signing_alone
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.roster import Roster, check_name, read_roster
-from noloco_jax.run.console import make_console
+from noloco_jax.metrics.console import make_console
 
 
 def keys(flags: argparse.Namespace) -> int:

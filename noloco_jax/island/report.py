@@ -14,7 +14,7 @@ from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bytes, format_percent, format_perplexity
 from noloco_jax.island.timeline import died, figures_of, links_of, timeline_of
 from noloco_jax.islands.log import History, read_log
-from noloco_jax.run.metrics import METRICS_FILE, read_metrics
+from noloco_jax.metrics.writer import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

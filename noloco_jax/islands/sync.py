@@ -13,10 +13,10 @@ from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.protocol.messages import Status
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.outer.pairing import Round
-from noloco_jax.run.messages import Messages
-from noloco_jax.run.sync import News, OuterSteps
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.programs import TrainState
+from noloco_jax.train.messages import Messages
+from noloco_jax.train.sync import News, OuterSteps
 
 _LAST_SECONDS = 10.0  # for the last exchange of a run
 

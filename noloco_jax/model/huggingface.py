@@ -166,7 +166,7 @@ def check_has_format(config: ModelConfig) -> None:
     if config.kind not in BUILT_IN:
         raise UserError(
             f"model.kind={config.kind!r} has no format of Hugging Face's, to which only {' and '.join(BUILT_IN)} are "
-            "converted: read its weights with noloco_jax.run.trained_model.load_for_export"
+            "converted: read its weights with noloco_jax.checkpoint.trained_model.load_for_export"
         )
     family_of(config)
 

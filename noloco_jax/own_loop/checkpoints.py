@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from noloco_jax.checkpoint import digests
+from noloco_jax.checkpoint.quiet import quiet_saves
 from noloco_jax.errors import UserError
 from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.run import digests
-from noloco_jax.run.quiet import quiet_saves
 
-_SAVE_SECONDS = 24 * 3600  # as in `run.checkpoint`
+_SAVE_SECONDS = 24 * 3600  # as in `checkpoint.store`
 _REPLACED = ".replaced"  # ends the name of a checkpoint until the one that replaces it is whole
 
 

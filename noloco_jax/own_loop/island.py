@@ -35,6 +35,7 @@ from noloco_jax.islands.start import begin, open_agent
 from noloco_jax.islands.state_shares import layouts_of
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
+from noloco_jax.metrics.divergence import is_finite
 from noloco_jax.outer.fragments import described
 from noloco_jax.outer.noloco import NoLoCo
 from noloco_jax.outer.pairing import Pairing, RandomPairing, largest_group
@@ -43,11 +44,10 @@ from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.forms import Form, summary
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
-from noloco_jax.run.divergence import is_finite
-from noloco_jax.run.messages import Messages
 from noloco_jax.schedule import pairing_round
 from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms, solo_of
+from noloco_jax.train.messages import Messages
 
 PyTree = Any
 # Fields of the rule that all versions tell; later ones are no difference at their defaults.

@@ -11,6 +11,10 @@ import jax
 from rich.console import Console
 
 from noloco_jax import draws
+from noloco_jax.checkpoint import elastic
+from noloco_jax.checkpoint.record import HISTORY_FILE, write_start
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import Place
@@ -32,23 +36,15 @@ from noloco_jax.data import (
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_file, check_writable, full_disk_told
 from noloco_jax.methods import method_of
+from noloco_jax.metrics.console import Progress, banner, make_console
+from noloco_jax.metrics.divergence import is_finite
+from noloco_jax.metrics.evaluate import read_validation
+from noloco_jax.metrics.memory import check_memory
+from noloco_jax.metrics.peaks import peak_of
+from noloco_jax.metrics.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb, read_metrics
 from noloco_jax.model.huggingface import check_has_format, load_params
 from noloco_jax.model.kind import Params, check_generates, check_kind
 from noloco_jax.patience import told_if_slow
-from noloco_jax.run import elastic
-from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.console import Progress, banner, make_console
-from noloco_jax.run.divergence import is_finite
-from noloco_jax.run.evaluate import read_validation
-from noloco_jax.run.loop import Run, is_evaluated, train_steps
-from noloco_jax.run.memory import check_memory
-from noloco_jax.run.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb, read_metrics
-from noloco_jax.run.mode import Mode, Resumed, WholeRun
-from noloco_jax.run.peaks import peak_of
-from noloco_jax.run.record import HISTORY_FILE, write_start
-from noloco_jax.run.sample import sample_of_run, sample_prompt
-from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs, leave_out_cache, may_be_cached
@@ -57,6 +53,10 @@ from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
 from noloco_jax.storage.addresses import is_remote
 from noloco_jax.storage.local_copies import list_folder, readable_folder
+from noloco_jax.train.banner import banner_rows, compiled_memory, show_results
+from noloco_jax.train.loop import Run, is_evaluated, train_steps
+from noloco_jax.train.mode import Mode, Resumed, WholeRun
+from noloco_jax.train.sample import sample_of_run, sample_prompt
 
 
 def train_at(

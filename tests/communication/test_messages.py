@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.run.messages import messages_of, num_pairings
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.routing import draw_routes, route_pool
+from noloco_jax.train.messages import messages_of, num_pairings
 from support.traffic import MODEL, TINY
 
 BITS = {"f32": 32, "s32": 32, "u32": 32, "u16": 16, "u8": 8}

@@ -15,8 +15,8 @@ from noloco_jax.communication.promises import broken_promises, verdict
 from noloco_jax.communication.report import PROGRAMS, Report, inspect_run
 from noloco_jax.config import from_dict
 from noloco_jax.formatting import format_bytes
-from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.hlo import Collective, Traffic
+from noloco_jax.train.messages import messages_of
 from support.traffic import MODEL, TINY
 from support.traffic import tiny_numel as numel
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from noloco_jax.checkpoint.record import write_start
 from noloco_jax.compare import command as compare
 from noloco_jax.compare.plan import at_end, check_run, check_same_data
 from noloco_jax.compare.runner import share_of_cores, share_of_gpus, visible_gpus
 from noloco_jax.compare.variants import Choices, make_variants
 from noloco_jax.errors import UserError, main_with_errors
-from noloco_jax.run.record import write_start
 from support.comparisons import METHODS, arguments, only, plan_of, train
 from support.paths import ROOT
 

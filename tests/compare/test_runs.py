@@ -26,7 +26,7 @@ from noloco_jax.config import from_dict, load_config, to_dict
 from noloco_jax.data.find_files import find_files
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.run.metrics import MetricWriter
+from noloco_jax.metrics.writer import MetricWriter
 from support import processes, warm
 from support.comparisons import arguments, plan_of
 from support.counted import in_time

@@ -10,6 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from noloco_jax.checkpoint import elastic
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.totals import Totals
+from noloco_jax.checkpoint.trained_model import load_for_export
 from noloco_jax.config import TrainConfig, from_dict, load_saved, save_config
 from noloco_jax.data import Stream, train_stream
 from noloco_jax.data.tokenizers import ByteTokenizer
@@ -20,10 +24,6 @@ from noloco_jax.island.membership import Membership
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.roster import Address, Island, Roster
-from noloco_jax.run import elastic
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.totals import Totals
-from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from support import tiny_model

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from noloco_jax import draws
+from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import TrainConfig, from_dict, save_config, to_dict
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import UserError
@@ -32,7 +33,6 @@ from noloco_jax.islands.start import ISLAND_FILE, begin
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.kind import param_shapes
-from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.solo import build_solo

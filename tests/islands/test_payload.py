@@ -20,10 +20,10 @@ from noloco_jax.exchange.wire import to_code, wire_of
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands.payload import Codec, PlainCodec, Read, codec_of, pair_windows
 from noloco_jax.outer.pairing import RandomPairing
-from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
+from noloco_jax.train.messages import messages_of
 from support import tiny_model
 from support.wires import ROUNDED
 

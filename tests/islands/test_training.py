@@ -19,11 +19,11 @@ from noloco_jax.islands.protocol.messages import Status
 from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import schedule_of
-from noloco_jax.run.messages import Messages
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.compile import PROGRAMS
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
+from noloco_jax.train.messages import Messages
 from support.sites import side_by_side
 from support.training_islands import NAMES, World, round_of, small, train, wait_until
 

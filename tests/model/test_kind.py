@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, from_dict
 from noloco_jax.errors import UserError
+from noloco_jax.metrics.flops import model_flops_per_token, newton_schulz_flops
 from noloco_jax.model import kind
 from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.llama import Llama
-from noloco_jax.run.flops import model_flops_per_token, newton_schulz_flops
 from noloco_jax.spmd.sharding import check_fragments, fragments_of, parameter_spec
 from noloco_jax.spmd.stages import resize_vocabulary
 from support.model_makers import random_params

@@ -15,11 +15,11 @@ from flax import nnx
 
 from noloco_jax.config import MeshConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.errors import UserError
+from noloco_jax.metrics.flops import newton_schulz_flops
 from noloco_jax.model import kind
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.moe import Moe, MoeBlock, _mixed
-from noloco_jax.run.flops import newton_schulz_flops
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import StepMetrics, build_programs
 from support import modes

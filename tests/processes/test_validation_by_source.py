@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import pytest
 
+from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import MeshConfig, TrainConfig, load_saved
 from noloco_jax.data import ByteTokenizer, validation_batches
 from noloco_jax.formatting import format_perplexity
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import Validation, evaluate
+from noloco_jax.metrics.evaluate import Validation, evaluate
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
 from support import processes

@@ -9,7 +9,6 @@ import pytest
 
 from noloco_jax.config import from_dict
 from noloco_jax.model.kind import num_params
-from noloco_jax.run.messages import messages_of
 from noloco_jax.simulate.cost import (
     Setting,
     all_reduce,
@@ -23,6 +22,7 @@ from noloco_jax.simulate.cost import (
     smallest_delay,
     tree_over_pair,
 )
+from noloco_jax.train.messages import messages_of
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 # 4 GB of float32 at 1 GB/s.

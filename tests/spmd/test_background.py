@@ -1,6 +1,6 @@
 """Background exchanges over the hosts: the collectives of their programs, and when results are awaited.
 
-`tests/run/test_parts_and_modes.py` compares their numbers.
+`tests/train/test_parts_and_modes.py` compares their numbers.
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ import pytest
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
-from noloco_jax.run.sync import BackgroundSync
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, training_devices
 from noloco_jax.spmd.hlo import Collective, read_hlo
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.train.sync import BackgroundSync
 from support import modes
 
 CONFIG = dataclasses.replace(modes.CONFIG, outer=OuterConfig(sync_every=2, delay=1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict
-from noloco_jax.run.evaluate import Validation, evaluate
+from noloco_jax.metrics.evaluate import Validation, evaluate
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs

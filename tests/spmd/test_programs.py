@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict, load_config
-from noloco_jax.run.console import Progress
-from noloco_jax.run.evaluate import Validation, evaluate
+from noloco_jax.metrics.console import Progress
+from noloco_jax.metrics.evaluate import Validation, evaluate
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh

@@ -26,10 +26,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import load_saved
 from noloco_jax.data import ByteTokenizer, validation_batches
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import Validation, evaluate
+from noloco_jax.metrics.evaluate import Validation, evaluate
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from support import platforms

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from noloco_jax.run import digests
+from noloco_jax.checkpoint import digests
 
 # Files of a checkpoint without a digest: Orbax writes two of them after the digests, and the third holds them.
 UNLISTED = {"commit_success.txt", "digests.txt", "_CHECKPOINT_METADATA"}

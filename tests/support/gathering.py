@@ -20,7 +20,7 @@ from pathlib import Path
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.islands.roster import Roster
-from noloco_jax.run.metrics import read_metrics
+from noloco_jax.metrics.writer import read_metrics
 from support.paths import ROOT
 from support.rosters import on_loopback, written
 

@@ -10,9 +10,8 @@ import time
 
 import jax
 
-from noloco_jax.run import loop
-from noloco_jax.run.sync import CollectiveSync
-from noloco_jax.train import command
+from noloco_jax.train import command, loop
+from noloco_jax.train.sync import CollectiveSync
 
 
 def main() -> int:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import ModelConfig, TrainConfig, save_config
 from noloco_jax.data import load_tokenizer
 from noloco_jax.model import kind
-from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.programs import TrainState
 
 

@@ -19,14 +19,14 @@ from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.model.kind import init_params, stacked, weight
 from noloco_jax.outer.moments import LateMoments, moments_of
 from noloco_jax.outer.step import Late
-from noloco_jax.run.messages import shares_moments
-from noloco_jax.run.sync import BackgroundSync, CollectiveSync, Sync
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
 from noloco_jax.spmd.sharding import fragments_of
+from noloco_jax.train.messages import shares_moments
+from noloco_jax.train.sync import BackgroundSync, CollectiveSync, Sync
 from support import tiny_model
 from support.initial import initial_state
 from support.layouts import some_devices

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import load_saved
-from noloco_jax.run.checkpoint import Checkpointer
 from support import platforms, tiny_model, warm
 from support.paths import ROOT
 from support.ports import free_port

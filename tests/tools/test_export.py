@@ -19,6 +19,9 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoTokenizer
 
+from noloco_jax.checkpoint.given_model import opened_model
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.trained_model import load_for_export, write_model_folder
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import TransientError, UserError
@@ -26,9 +29,6 @@ from noloco_jax.export import command as export
 from noloco_jax.generate import command as generate
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from noloco_jax.model.huggingface_config import max_positions
-from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.given_model import opened_model
-from noloco_jax.run.trained_model import load_for_export, write_model_folder
 from support.model_makers import make_run, random_params
 from support.paths import SHARED
 

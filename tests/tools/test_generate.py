@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from noloco_jax.checkpoint import given_model
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.generate import command as generate
 from noloco_jax.model import decode
 from noloco_jax.model.huggingface import save_folder
-from noloco_jax.run import given_model
 from support.model_makers import make_run, random_params
 from support.paths import SHARED
 

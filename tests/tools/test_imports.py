@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT, TOOLS
+from support.paths import ROOT
 
 
 def name_of(path: Path) -> str:
@@ -34,21 +34,37 @@ def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_no_tool_imports_a_tool(tool):
-    others = {f"noloco_jax.{other}" for other in TOOLS if other != tool}
-    if tool == "island":
-        others.remove("noloco_jax.train")  # which it runs
-    for module, path in FILES.items():
-        if room(module) == f"noloco_jax.{tool}":
-            assert not {room(name) for name in imports(path)} & others, module
+# Packages from the top down: a package imports those below it alone. Modules beside the packages are checked by
+# `test_there_are_no_circular_imports`.
+LAYERS = (
+    ("bench", "compare", "communication", "simulate", "evaluate", "export", "generate", "examples", "island"),
+    ("own_loop",),
+    ("islands",),
+    ("train",),
+    ("checkpoint", "metrics"),
+    ("cluster",),
+    ("spmd",),
+    ("model",),
+    ("data",),
+    ("storage", "config"),
+    ("exchange",),
+    ("outer",),
+)
+DEPTH = {f"noloco_jax.{name}": depth for depth, layer in enumerate(LAYERS) for name in layer}
 
 
-def test_nothing_but_the_command_line_imports_a_tool():
-    tools = {f"noloco_jax.{tool}" for tool in TOOLS}
+def test_packages_import_only_packages_of_lower_layers():
+    """`noloco_jax/README.md` draws the layers; packages of one layer do not import each other."""
     for module, path in FILES.items():
-        if room(module) not in tools:
-            assert not {room(name) for name in imports(path)} & tools, module
+        if room(module) in DEPTH:
+            for name in {room(name) for name in imports(path)} & DEPTH.keys() - {room(module)}:
+                assert DEPTH[name] > DEPTH[room(module)], f"{module} imports {name}"
+    packages = {room(module) for module, path in FILES.items() if path.parent.name != "noloco_jax"}
+    assert packages == DEPTH.keys()
+
+
+def test_nothing_imports_an_entry_point():
+    for module, path in FILES.items():
         assert not any(name.endswith("__main__") for name in imports(path)), module
 
 
@@ -65,7 +81,7 @@ def imported() -> dict[str, set[str]]:
     programs = {
         "a run of all replicas": "import noloco_jax.train.training",
         "routes": "from noloco_jax.exchange.routes import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
-        "pictures": "import noloco_jax.run.curves, noloco_jax.compare.chart, noloco_jax.simulate.command",
+        "pictures": "import noloco_jax.metrics.curves, noloco_jax.compare.chart, noloco_jax.simulate.command",
     }
     lines = ["import sys, numpy as np", *(f"{program}; print(*sys.modules)" for program in programs.values())]
     command = [sys.executable, "-c", "\n".join(lines)]

@@ -1,0 +1,160 @@
+"""Elastic resume from a checkpoint with another number of replicas or another padding of the vocabulary."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.checkpoint.saved import SavedShape
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.config import TrainConfig
+from noloco_jax.data import redistribute, renumbered
+from noloco_jax.errors import UserError
+from noloco_jax.spmd.programs import Programs, TrainState, build_outer
+from noloco_jax.spmd.stages import resize_vocabulary
+
+PyTree = Any
+
+
+def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
+    """Check that `config.elastic` says how to convert a checkpoint's replicas to the run's.
+
+    Raises:
+      UserError: if the numbers of replicas differ and it does not.
+    """
+    before, after = saved.num_replicas, config.num_replicas
+    fitting = {"merge", "keep"} if after < before else {"copy"}
+    if before == after or config.elastic in fitting:
+        return
+    remedy = " or ".join(f"--config.elastic={choice}" for choice in sorted(fitting, reverse=True))
+    raise UserError(
+        f"the checkpoint has num_replicas={before}, the config has {after} and elastic={config.elastic!r}: give "
+        f"{remedy} to make {after} of the {before}, or --config.num_replicas={before}, or another --workdir"
+    )
+
+
+def data_positions(checkpoints: Checkpointer, step: int, num_replicas: int) -> list[dict]:
+    """Return the data position of each of `num_replicas` replicas at `step`, redistributed if their number changed.
+
+    See `data.redistribute`. For an island, which is one replica of several, the rest of its own share is redistributed.
+    """
+    saved = checkpoints.positions(step)
+    if saved[0]["num_replicas"] != len(saved):
+        saved = [renumbered(position, replica, len(saved)) for replica, position in enumerate(saved)]
+    return redistribute(saved, num_replicas)
+
+
+def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> tuple[TrainState, str]:
+    """Restore the state at `step`, at rest on this run's mesh; return it and a line on what was converted.
+
+    If sizes differ, arrays are read and converted one after another, so that there is never more than one array of the
+    saved state beside the run's own state.
+
+    With fewer replicas, replica j of M becomes the mean ("merge") of the replicas i with i mod M = j, in weights, slow
+    weights and all optimizer state, or stays as it is ("keep"). With more, replica j of M is a copy of replica j mod N.
+
+    Raises:
+      UserError: see `check_elastic`.
+    """
+    saved, mine = checkpoints.saved_shape(step), SavedShape.of(config.model, programs.state)
+    check_elastic(config, saved)
+    if saved == mine:
+        return programs.at_rest(checkpoints.restore(step, programs.state)), ""
+    conversions = _conversions(config, programs, saved)
+    state = checkpoints.restore_each(step, _saved_shapes(config, programs, saved), conversions)
+    if saved.num_replicas == mine.num_replicas:
+        sizes = f"{mine.padded_vocab_size} tokens, before {saved.padded_vocab_size}"
+        return state, f"the vocabulary is padded to {sizes}"
+    return state, _report(saved.num_replicas, mine.num_replicas, config)
+
+
+def _report(before: int, after: int, config: TrainConfig) -> str:
+    made = {
+        "merge": f"replica j of {after} is the mean of those with number j modulo {after}",
+        "keep": f"replicas 0 to {after - 1} stay",
+        "copy": f"replica j of {after} is a copy of replica j modulo {before}",
+    }[config.elastic]
+    return (
+        f"elastic={config.elastic!r}: {before} replicas become {after}, {made}; their remaining data is "
+        "redistributed, nothing skipped or repeated"
+    )
+
+
+def _saved_shapes(config: TrainConfig, programs: Programs, saved: SavedShape) -> TrainState:
+    """Return the saved shapes, sharded over all devices of the run's mesh as far as these divide them."""
+
+    def shapes(state: TrainState) -> TrainState:
+        resized = resize_vocabulary(config.model, state, saved.padded_vocab_size)
+        if (outer := build_outer(config)) is not None:  # its windows are of blocks of tokens
+            anew: Any = jax.vmap(outer.init)(resized.params)  # Optax's type of a state is any tree
+            resized = resized._replace(outer=resized.outer._replace(windows=anew.windows))
+        return jax.tree.map(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]) if x.ndim else (), x.dtype), resized)
+
+    mesh = programs.mesh
+    together = int(np.gcd(mesh.shape["replica"], saved.num_replicas))
+    inside = mesh.size // mesh.shape["replica"]
+    devices = mesh.devices.reshape(-1, together, inside)
+    sizes = {"copy": len(devices), "inside": inside}
+    everywhere = Mesh(devices, ("copy", "replica", "inside"), axis_types=(AxisType.Auto,) * 3)
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec: list[Any] = [None] * len(x.shape)
+        if x.shape:
+            spec[0] = "replica"
+        for axes in (("copy", "inside"), ("copy",), ("inside",)):
+            parts = math.prod(sizes[axis] for axis in axes)
+            fitting = [dim for dim in range(1, len(x.shape)) if x.shape[dim] % parts == 0]
+            if fitting:
+                spec[max(fitting, key=lambda dim: x.shape[dim])] = axes
+                break
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(everywhere, P(*spec)))
+
+    return jax.tree.map(placed, jax.eval_shape(shapes, programs.state))
+
+
+def _conversions(config: TrainConfig, programs: Programs, saved: SavedShape) -> PyTree:
+    """Return a `TrainState` of functions that convert each saved array to the run's array at rest."""
+    mine = SavedShape.of(config.model, programs.state)
+
+    @functools.cache  # moments and slow weights share the programs of their parameters
+    def program(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        def converted(x: jax.Array) -> jax.Array:
+            if not x.ndim:  # scalars are shared by all replicas
+                return x
+            return _resized(_rows(x, saved.num_replicas, mine.num_replicas, config.elastic), shape)
+
+        return jax.jit(converted, out_shardings=sharding)
+
+    def conversion(x: jax.ShapeDtypeStruct, resting: jax.ShapeDtypeStruct):
+        convert = program(x.shape, x.sharding)
+        return lambda array: jax.device_put(convert(array), resting.sharding)
+
+    return jax.tree.map(conversion, programs.state, programs.resting)
+
+
+def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Cut an array along its tokens, or blocks of them, or pad it with zeros there, to a shape."""
+    kept = x[tuple(map(slice, shape))]
+    return jnp.pad(kept, [(0, size - had) for size, had in zip(shape, kept.shape, strict=True)])
+
+
+def _rows(x: jax.Array, before: int, after: int, elastic: str) -> jax.Array:
+    """Convert the rows of `before` replicas to rows of `after` replicas."""
+    if after == before:
+        return x
+    if after > before:
+        return x[np.arange(after) % before]
+    if elastic == "keep" or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x[:after]
+
+    def mean(of: jax.Array) -> jax.Array:
+        first = of[:1].astype(jnp.float32)
+        return first + jnp.mean(of.astype(jnp.float32) - first, axis=0, keepdims=True)  # the mean of equals is they
+
+    return jnp.concatenate([mean(x[j::after]) for j in range(after)]).astype(x.dtype)

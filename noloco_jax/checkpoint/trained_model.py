@@ -1,0 +1,132 @@
+"""One model of a run: its weights from the newest checkpoint, its tokenizer, and the folder that it is exported to."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.config import DataConfig, TrainConfig, load_saved
+from noloco_jax.data import ByteTokenizer, Tokenizer, load_tokenizer, needs_tokenizer
+from noloco_jax.errors import UserError
+from noloco_jax.model.huggingface import save_folder
+from noloco_jax.model.huggingface_config import max_positions
+from noloco_jax.model.kind import num_params
+
+PyTree = Any
+
+
+class TrainedModel(NamedTuple):
+    """One model of a run.
+
+    Attributes:
+      config: the run's configuration.
+      params: parameters without a replica axis, as numpy arrays, to be put on devices by the caller.
+      of: which model of the run it is, for people: "the mean of 4 replicas", "replica 2". An island's run has one.
+    """
+
+    config: TrainConfig
+    params: PyTree
+    of: str
+
+
+def load_for_export(
+    workdir: str | Path, replica: int | None = None, tokenizer: Tokenizer | None = None
+) -> TrainedModel:
+    """Load one model of a run's newest checkpoint; the run may be training.
+
+    One array of all replicas is read at a time, which Orbax may hold twice while it decodes it.
+
+    Args:
+      workdir: the run's folder.
+      replica: number of the replica; None: the merged model, the plain mean of all.
+      tokenizer: the tokenizer to use with the model, which must be the run's; None: unchecked.
+
+    Raises:
+      UserError: if there is no checkpoint, or no such replica, or the tokenizer differs.
+    """
+    config = load_saved(workdir)
+    checkpointer = Checkpointer(workdir, config, read_only=True)
+
+    def read(step: int | None) -> tuple[PyTree, int]:
+        if step is None:
+            raise UserError(f"{Path(workdir)} holds no checkpoint: train first, or give another folder")
+        if tokenizer is not None:
+            checkpointer.check_tokenizer(step, tokenizer)
+        num_replicas = checkpointer.saved_shape(step).num_replicas
+        if replica is not None and not 0 <= replica < num_replicas:
+            raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
+        return checkpointer.restore_params(step, one), num_replicas
+
+    def one(x: np.ndarray) -> np.ndarray:
+        if replica is not None:
+            return x[[replica]]  # a copy, since a slice would keep the others in memory
+        return x.mean(axis=0, dtype=np.float32, keepdims=True).astype(x.dtype, copy=False)
+
+    params, num_replicas = checkpointer.read_newest(read)
+    checkpointer.close()
+    of = f"the mean of {num_replicas} replicas" if num_replicas > 1 else "its only replica"
+    return TrainedModel(config, jax.tree.map(lambda x: x[0], params), of if replica is None else f"replica {replica}")
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer | None:
+    """Return the tokenizer of a run's token ids; None if its data held ids of an unknown tokenizer, or are missing."""
+    if data.tokenizer == ByteTokenizer.name:
+        try:
+            holds_text = needs_tokenizer(data)
+        except UserError:  # the data may have been moved
+            holds_text = False
+        if not holds_text:
+            return None
+    return load_tokenizer(data.tokenizer)
+
+
+def write_model_folder(
+    folder: Path, params: PyTree, config: TrainConfig, tokenizer: Tokenizer | None, of: str
+) -> Iterable[str]:
+    """Write the folder; return lines that describe its content.
+
+    Args:
+      folder: path of the folder; it must not exist yet, or be empty.
+      params: parameters of one model, as arrays.
+      config: configuration of the run.
+      tokenizer: tokenizer of the run; None if unknown.
+      of: origin of the weights, for the first line.
+    """
+    max_length, notes = _max_length(config)
+    save_folder(
+        folder,
+        params,
+        config.model,
+        None if tokenizer is None else tokenizer.name,
+        max_position_embeddings=max_length,
+        # What no document had was never trained.
+        bos_id=tokenizer.bos_id if tokenizer is not None and config.data.add_bos else None,
+        eos_id=tokenizer.eos_id if tokenizer is not None and config.data.add_eos else None,
+    )
+    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}", *notes]
+    if tokenizer is None:
+        lines.append(
+            "no tokenizer files, no BOS and no EOS: the run read token ids and data.tokenizer does not name their "
+            "tokenizer, or its data are no longer there"
+        )
+    return lines
+
+
+def _max_length(config: TrainConfig) -> tuple[int, list[str]]:
+    """Return the longest sequence that a run's model is meant for, in tokens, and a note where that is uncertain.
+
+    A model that began as `init_from` keeps that one's length where it is longer than the sequences of training.
+    """
+    length = config.data.sequence_length
+    if not config.init_from:
+        return length, []
+    try:
+        return max(length, max_positions(config.init_from) or 0), []
+    except UserError:
+        return length, [
+            f"max_position_embeddings is {length}, the sequences of training: init_from={config.init_from!r} is not a "
+            "local folder here; correct it in config.json if that model was made for longer ones"
+        ]

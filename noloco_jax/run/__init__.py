@@ -1,1 +1,0 @@
-"""Checkpoints, evaluation, metrics, banner and curves of a run."""

@@ -1,0 +1,241 @@
+"""Interface between a run's training loop and its exchanges with other replicas.
+
+The loop takes inner steps and calls a `Sync` between them. `CollectiveSync` runs the outer step of one program, in
+which partners wait for each other; `BackgroundSync` exchanges over the hosts while the devices continue training;
+islands have their own (`islands.sync`).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from noloco_jax.config import TrainConfig
+from noloco_jax.methods import method_of, schedule_of
+from noloco_jax.outer.pairing import Round
+from noloco_jax.spmd.background import BackgroundPrograms, HostExchange
+from noloco_jax.spmd.programs import Programs, TrainState
+from noloco_jax.train.messages import shares_moments
+
+
+@dataclass(frozen=True)
+class OuterSteps:
+    """Consecutive outer steps that were taken.
+
+    Attributes:
+      first: number of the first, from 0.
+      count: number of outer steps.
+      seconds: time this process spent in them or waited for corrections of earlier ones.
+      moved: movement of the replicas before the last measured outer step, (N,); None if unknown.
+    """
+
+    first: int
+    count: int
+    seconds: float
+    moved: jax.Array | None
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count - 1
+
+    def __add__(self, later: "OuterSteps | None") -> "OuterSteps":
+        if later is None:
+            return self
+        return OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds, later.moved)
+
+
+class News(NamedTuple):
+    """An event outside of steps: a line for people, and figures for a metrics line of the given kind."""
+
+    line: str
+    kind: str = ""
+    figures: Mapping[str, Any] = MappingProxyType({})
+
+
+class Sync(Protocol):
+    """Exchanges of a run. It owns the outer state and all messages in flight.
+
+    Methods with a body are defaults, for exchanges that are complete before the next inner step.
+    """
+
+    def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
+        """Apply what has arrived since inner step `step`.
+
+        Args:
+          state: state after that step.
+          step: step of the schedule.
+          most: step -> the most steps of the schedule that the inner step after it may stand for.
+
+        Returns:
+          The state, its step (a different one if the state came from a peer), and the stride: the number of schedule
+          steps that the next inner step stands for.
+        """
+        return state, step, 1
+
+    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
+        """Take the outer steps, and apply the corrections, that are due after inner step `step`."""
+        ...
+
+    def finish(self, state: TrainState, step: int) -> TrainState:
+        """Complete the exchanges in flight after the last inner step; no correction stays pending."""
+        ...
+
+    def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
+        """Prepare the state for a save.
+
+        Returns:
+          The state, and the protocol state to checkpoint with it; None for the latter if nothing is to be saved, since
+          a peer's state is about to replace this one.
+        """
+        return state, {}
+
+    def leave(self, finished: bool) -> None:
+        """Begin no further exchange, as a save follows with which the run stops, or is `finished`."""
+
+    @property
+    def end_reason(self) -> str | None:
+        """The reason for which the run is to save and end here for good, before its last step; None: it goes on."""
+        return None
+
+    def groups(self, number: int) -> Round | None:
+        """Return the groups of outer step `number`; None if they are reported after the exchange, by `news`."""
+        ...
+
+    def bytes_sent(self) -> int | float | None:
+        """Return the bytes of messages exchanged since the last call; None: every outer step exchanges its message."""
+        return None
+
+    def news(self, seconds: float) -> Sequence[News]:
+        """Return the events since the last call; `seconds` is the run's duration up to now."""
+        return ()
+
+    def close(self, state: TrainState, finished: bool) -> None:
+        """End with this state: everything is saved, and all steps are taken if `finished`."""
+
+
+class CollectiveSync(Sync):
+    """Outer steps of one program that holds all replicas: partners wait for each other."""
+
+    def __init__(self, config: TrainConfig, programs: Programs):
+        self._config, self._programs = config, programs
+        self._schedule = schedule_of(config)
+
+    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
+        if self._schedule is None:
+            return state, None
+        return self._outer_steps(self._corrected(state, step), int(self._schedule.due(step)))
+
+    def finish(self, state: TrainState, step: int) -> TrainState:
+        if self._programs.correct_step is not None:
+            assert state.outer is not None
+            state = self._apply_corrections(state, int(state.outer.round))
+        if self._programs.final_merge is None:
+            return state
+        return state._replace(params=self._programs.final_merge(state.params))
+
+    def groups(self, number: int) -> Round | None:
+        return method_of(self._config).groups(self._config, number)
+
+    def _corrected(self, state: TrainState, step: int) -> TrainState:
+        """Apply the corrections that are due after inner step `step`."""
+        if self._programs.correct_step is None:
+            return state
+        assert self._schedule is not None and state.outer is not None
+        return self._apply_corrections(state, int(state.outer.round) - self._schedule.on_the_way(step))
+
+    def _apply_corrections(self, state: TrainState, end: int) -> TrainState:
+        """Apply the pending corrections of outer steps before `end`."""
+        assert self._programs.correct_step is not None and state.outer is not None
+        for number in range(int(state.outer.rule.entered), end):
+            state = self._kept(state, number)
+            params, outer = self._programs.correct_step(state.params, state.outer)
+            state = state._replace(params=params, outer=outer)
+            if self._programs.enter_moments is not None:
+                state = state._replace(inner=self._programs.enter_moments(state.inner, np.int32(number)))
+        return state
+
+    def _outer_steps(self, state: TrainState, count: int) -> tuple[TrainState, OuterSteps | None]:
+        if count == 0:
+            return state, None
+        assert state.outer is not None
+        first = int(state.outer.round)
+        moved = None if self._programs.moved is None else self._programs.moved(state.params, state.outer)
+        jax.block_until_ready(state.params)
+        started = time.perf_counter()
+        for number in range(first, first + count):
+            state = self._outer_step(state, number)
+        jax.block_until_ready(state)
+        return state, OuterSteps(first, count, time.perf_counter() - started + self._seconds_waited(), moved)
+
+    def _outer_step(self, state: TrainState, number: int) -> TrainState:
+        assert self._programs.outer_step is not None
+        params, outer = self._programs.outer_step(state.params, state.outer)
+        inner = state.inner
+        if shares_moments(self._config, number):
+            assert self._programs.share_moments is not None
+            inner = self._programs.share_moments(inner, np.int32(number))
+        return TrainState(params, inner, outer)
+
+    def _kept(self, state: TrainState, number: int) -> TrainState:
+        """Return the state with the correction of outer step `number` stored; here the outer step has stored it."""
+        return state
+
+    def _seconds_waited(self) -> float:
+        """Return the seconds since the last call that training spent waiting for due corrections."""
+        return 0.0
+
+
+class BackgroundSync(CollectiveSync):
+    """Outer steps whose exchanges run over the hosts: no replica waits before a correction is due.
+
+    Args:
+      config: the run.
+      programs: compiled programs.
+      background: compiled background programs.
+    """
+
+    def __init__(self, config: TrainConfig, programs: Programs, background: BackgroundPrograms):
+        super().__init__(config, programs)
+        self._background = background
+        self._exchange = HostExchange(background, programs.mesh)
+        self._waited = 0.0
+
+    def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
+        """Wait for all exchanges in flight, since a checkpoint contains the corrections that are not due yet."""
+        for number in self._exchange.under_way:
+            state = self._kept(state, number)
+        return state, {}
+
+    def close(self, state: TrainState, finished: bool) -> None:
+        self._exchange.close()
+
+    def _outer_step(self, state: TrainState, number: int) -> TrainState:
+        params, outer, outgoing = self._background.solo(state.params, state.outer)
+        moments = None
+        if shares_moments(self._config, number):
+            assert self._background.moments is not None
+            moments = self._background.moments.send(state.inner, np.int32(number))
+        self._exchange.begin(outgoing, moments, number)
+        return state._replace(params=params, outer=outer)
+
+    def _kept(self, state: TrainState, number: int) -> TrainState:
+        if number not in self._exchange.under_way:
+            return state  # it was stored before a save
+        jax.block_until_ready(state.params)  # the time before this is training, not waiting
+        started = time.perf_counter()
+        (correction, windows), of_moments = self._exchange.take(number)
+        self._waited += time.perf_counter() - started
+        params, outer = self._background.keep(state.params, state.outer, correction, windows, np.int32(number))
+        inner = state.inner
+        if of_moments is not None:
+            assert self._background.moments is not None
+            inner = self._background.moments.keep(inner, of_moments, np.int32(number))
+        return TrainState(params, inner, outer)
+
+    def _seconds_waited(self) -> float:
+        waited, self._waited = self._waited, 0.0
+        return waited

@@ -1,0 +1,430 @@
+"""Checkpoints: saving a state and restoring it on any mesh and with any number of replicas."""
+
+import dataclasses
+import errno
+import functools
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from noloco_jax.checkpoint import elastic
+from noloco_jax.checkpoint.saved import SavedShape
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.totals import Totals
+from noloco_jax.cluster.processes import OneProcess
+from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.errors import StartError, TransientError, UserError
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.offload import offloaded
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.spmd.stages import resize_vocabulary
+
+CONFIG = TrainConfig(
+    num_replicas=4,
+    model=ModelConfig(kind="support.modes:Few", hidden_size=16, intermediate_size=32, num_layers=2, vocab_size=32),
+    inner=InnerConfig(warmup_steps=1),
+    data=DataConfig(sequence_length=8, batch_size=2),
+    mesh=MeshConfig(replica=1),
+)
+
+
+def changed(num_replicas: int = 4, elastic: str = "", **mesh: int) -> TrainConfig:
+    sizes = dataclasses.replace(CONFIG.mesh, **mesh)
+    return dataclasses.replace(CONFIG, num_replicas=num_replicas, elastic=elastic, mesh=sizes)
+
+
+def in_windows(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, outer=dataclasses.replace(config.outer, wire="modulo4"))
+
+
+def with_muon(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, inner=dataclasses.replace(config.inner, optimizer="muon"))
+
+
+@functools.cache
+def programs_of(config: TrainConfig) -> Programs:
+    sizes = [config.mesh.replica, config.mesh.stage, config.mesh.fsdp, config.mesh.tensor]
+    return build_programs(config, make_mesh(config, jax.devices()[: int(np.prod(sizes))]))
+
+
+def random_state(like: TrainState) -> TrainState:
+    rng = np.random.default_rng(0)
+
+    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
+        values = rng.normal(size=x.shape) if np.issubdtype(x.dtype, np.floating) else np.full(x.shape, 7)
+        return jax.device_put(values.astype(x.dtype), x.sharding)
+
+    return jax.tree.map(draw, like)
+
+
+def position(replica: int, num_replicas: int) -> dict:
+    """Return a data position in the form that a stream reports."""
+    shard = [0, replica, num_replicas, 10 + replica, 1, 3, []]
+    return {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}, "epoch": 0, "shards": [shard]}
+
+
+def positions(num_replicas: int) -> dict[int, dict]:
+    return {replica: position(replica, num_replicas) for replica in range(num_replicas)}
+
+
+def saved(workdir: Path, config: TrainConfig) -> TrainState:
+    """Save a random state at step 3 and return it."""
+    state = random_state(programs_of(config).state)
+    with Checkpointer(workdir, config) as checkpoints:
+        checkpoints.save(3, state, positions(config.num_replicas))
+    return state
+
+
+def test_saving_does_not_query_jax_for_preemption(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    saved(tmp_path, CONFIG)
+    assert asked == []
+
+
+def restored(workdir: Path, config: TrainConfig) -> tuple[TrainState, list[dict], str]:
+    programs = programs_of(config)
+    with Checkpointer(workdir, config) as checkpoints:
+        assert checkpoints.latest_step() == 3
+        state, changed = elastic.restore(checkpoints, 3, config, programs)
+        data = elastic.data_positions(checkpoints, 3, config.num_replicas)
+    jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("sharding"), state, programs.state)
+    return state, data, changed
+
+
+def assert_equal(state: TrainState, expected: TrainState) -> None:
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (changed(), changed(replica=4)),
+        (changed(replica=4, fsdp=2), changed(replica=2)),
+        (changed(replica=2, tensor=2), changed(replica=1, fsdp=2)),
+        (changed(replica=4), changed()),
+        (with_muon(changed(replica=2, tensor=2)), with_muon(changed(replica=1, fsdp=2))),
+    ],
+    ids=["virtual-mesh", "sharded-slots", "tensor-fsdp", "mesh-virtual", "muon"],
+)
+def test_a_state_is_restored_on_another_mesh(tmp_path, before, after):
+    state = saved(tmp_path, before)
+    back, data, changed = restored(tmp_path, after)
+    assert_equal(back, state)
+    assert data == [position(replica, 4) for replica in range(4)]
+    assert changed == ""
+
+
+def test_totals_are_restored(tmp_path):
+    totals = Totals(tokens=4000, bytes_sent_total=1891942.4, seconds=1.5, seconds_waiting_for_data=0.25)
+    state = random_state(programs_of(CONFIG).state)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        checkpoints.save(3, state, positions(4), totals)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        assert checkpoints.totals(3) == totals
+
+
+def test_arrays_may_be_donated_while_they_are_saved(tmp_path):
+    large = ModelConfig(hidden_size=256, intermediate_size=512, num_layers=2, vocab_size=32)
+    config = dataclasses.replace(CONFIG, model=large)
+    state = random_state(programs_of(config).state)
+    expected = jax.tree.map(np.array, state)
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        checkpoints.save(3, state, positions(4))
+        for _ in range(5):
+            state = overwrite(state)
+        jax.block_until_ready(state)
+    assert_equal(restored(tmp_path, config)[0], expected)
+
+
+def members(before: int, after: int, replica: int, choice: str) -> list[int]:
+    """Return the former replicas whose mean a replica is."""
+    if choice == "copy":
+        return [replica % before]
+    return [replica] if choice == "keep" else list(range(replica, before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (changed(4, replica=4), changed(2, "merge", replica=2)),
+        (changed(4), changed(3, "merge", replica=3)),
+        (changed(4, replica=2, fsdp=2), changed(2, "keep")),
+        (changed(4), changed(8, "copy", replica=8)),
+        (changed(2, replica=2), changed(4, "copy", replica=2, fsdp=2)),
+        (with_muon(changed(4, replica=2, fsdp=2)), with_muon(changed(2, "merge", replica=2))),
+        (in_windows(changed(4)), in_windows(changed(2, "keep"))),
+    ],
+    ids=[
+        *("merge", "merge-uneven", "keep", "copy", "copy-sharded", "merge-muon"),
+        "keep-modulo",
+    ],
+)
+def test_restoring_another_number_of_replicas_follows_the_elastic_setting(tmp_path, before, after):
+    state = saved(tmp_path, before)
+    back, data, changed = restored(tmp_path, after)
+    n, m = before.num_replicas, after.num_replicas
+
+    def expected(x: jax.Array) -> np.ndarray:
+        rows = np.asarray(x)
+        if rows.ndim == 0:
+            return rows
+        return np.stack([rows[members(n, m, j, after.elastic)].mean(axis=0, dtype=np.float64) for j in range(m)])
+
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, expected(y), rtol=1e-6, atol=5e-7), back, state)
+    assert [(entry["replica"], entry["num_replicas"]) for entry in data] == [(j, m) for j in range(m)]
+    assert f"elastic='{after.elastic}': {n} replicas become {m}" in changed
+
+
+def test_a_whole_checkpoint_that_does_not_fit_is_never_advised_to_be_deleted(tmp_path, monkeypatch):
+    saved(tmp_path, changed(4))
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        raise ValueError("Requested shape: (4, 68, 1) is not compatible with the stored shape: (4, 65, 1)")
+
+    with Checkpointer(tmp_path, changed(4)) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "restore", fails)
+        with pytest.raises(UserError, match="is whole, and cannot be restored for this configuration") as raised:
+            checkpoints.restore(3, programs_of(changed(4)).resting)
+    assert "delete" not in str(raised.value)
+
+
+def test_elastic_restore_returns_corrections_and_offloaded_outer_state_to_host_memory(tmp_path):
+    outer = OuterConfig(sync_every=4, fragments=2, delay=1, offload=True)
+    before, after = (dataclasses.replace(config, outer=outer) for config in (changed(4), changed(2, "keep", replica=2)))
+    state = saved(tmp_path, before)
+    programs = offloaded(programs_of(after))
+    with Checkpointer(tmp_path, after) as checkpoints:
+        back, _ = elastic.restore(checkpoints, 3, after, programs)
+    assert_equal(back, jax.tree.map(lambda x: x[:2] if x.ndim else x, state))
+    # The outer state has slow weights, momentum and the pending corrections (Late).
+    assert len(jax.tree.leaves(back.outer)) > 3 * len(jax.tree.leaves(back.params))
+    assert {x.sharding for x in jax.tree.leaves(back)} == {x.sharding for x in jax.tree.leaves(programs.resting)}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(back.outer)} == {"pinned_host"}
+
+
+def test_restore_each_frees_an_array_before_reading_the_next(tmp_path):
+    like = programs_of(CONFIG).state
+    saved(tmp_path, CONFIG)
+    read: list[weakref.ref] = []
+
+    def to_nothing(x: jax.Array) -> jax.Array:
+        assert not any(earlier() is not None for earlier in read)
+        read.append(weakref.ref(x))
+        return x.sum()
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        checkpoints.restore_each(3, like, jax.tree.map(lambda _: to_nothing, like))
+    assert len(read) == len(jax.tree.leaves(like))
+
+
+@pytest.mark.parametrize(("before", "after"), [(5, 2), (8, 3), (6, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_equal_replicas_are_merged_into_themselves(before, after, dtype):
+    one = jax.random.normal(jax.random.key(0), (64, 64)).astype(dtype)
+    merged = elastic._rows(jnp.stack([one] * before), before, after, "merge")
+    assert merged.dtype == one.dtype
+    np.testing.assert_array_equal(merged, jnp.stack([one] * after))
+
+
+@pytest.mark.parametrize(("num_replicas", "choice"), [(2, ""), (2, "copy"), (8, ""), (8, "merge"), (8, "keep")])
+def test_another_number_of_replicas_requires_a_matching_elastic_setting(num_replicas, choice):
+    with pytest.raises(
+        UserError, match=f"num_replicas=4, the config has {num_replicas} and elastic={choice!r}: give --"
+    ):
+        elastic.check_elastic(changed(num_replicas, choice), SavedShape(4, CONFIG.model.vocab_size))
+
+
+def test_an_unchanged_number_of_replicas_accepts_any_elastic_setting():
+    for choice in ("", "merge", "keep", "copy"):
+        elastic.check_elastic(changed(4, choice), SavedShape(4, CONFIG.model.vocab_size))
+
+
+def test_a_state_of_another_optimizer_is_refused_naming_the_config_field(tmp_path):
+    saved(tmp_path, CONFIG)
+    other = with_muon(CONFIG)
+    with Checkpointer(tmp_path, other) as checkpoints, pytest.raises(UserError) as refused:
+        checkpoints.latest_step()
+    assert "inner.optimizer='adam', the config has 'muon': give --config.inner.optimizer=adam" in str(refused.value)
+
+
+@pytest.mark.parametrize("item", ["state", "data", "run"])
+def test_a_checkpoint_without_all_its_parts_is_refused(tmp_path, item):
+    saved(tmp_path, CONFIG)
+    (tmp_path / "checkpoints/3" / item / "commit_success.txt").unlink()
+    with (
+        Checkpointer(tmp_path, CONFIG) as checkpoints,
+        pytest.raises(UserError, match=f"no complete {item}.*: delete that folder"),
+    ):
+        checkpoints.latest_step()
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path):
+    config = dataclasses.replace(CONFIG, keep_checkpoints=2)
+    state = random_state(programs_of(config).state)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state, positions(4))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_checkpoints_at_multiples_of_keep_period_stay(tmp_path):
+    config = dataclasses.replace(CONFIG, keep_checkpoints=1, keep_period=2)
+    state = random_state(programs_of(config).state)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        for step in (1, 2, 3, 4, 5):
+            checkpoints.save(step, state, positions(4))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "5"]
+
+
+def save_steps(workdir: Path, *steps: int, from_step: int | None = None) -> None:
+    """Save tiny checkpoints whose contents do not matter."""
+    state = TrainState({"embed": np.zeros((4, 32, 1))}, {}, None)
+    with Checkpointer(workdir, CONFIG, from_step=from_step) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state, positions(4))
+
+
+def start_step(workdir: Path, from_step: int | None, config: TrainConfig = CONFIG) -> int | None:
+    with Checkpointer(workdir, config, from_step=from_step, read_only=True) as checkpoints:
+        return checkpoints.start_step()
+
+
+def test_from_step_sets_later_checkpoints_aside_without_deleting_them(tmp_path):
+    save_steps(tmp_path, 4, 8)
+    assert (start_step(tmp_path, None), start_step(tmp_path, 4)) == (8, 4)
+    for names in (["8"], ["8", "8.1"]):
+        with Checkpointer(tmp_path, CONFIG, from_step=4) as checkpoints:
+            assert checkpoints.set_aside_after(4) == 1
+            assert checkpoints.latest_step() == 4
+        assert sorted(path.name for path in (tmp_path / "checkpoints_set_aside").iterdir()) == names
+        save_steps(tmp_path, 8)
+
+
+def test_repeating_from_step_resumes_from_the_checkpoint_saved_since(tmp_path):
+    save_steps(tmp_path, 4, 6, from_step=4)
+    assert (start_step(tmp_path, 4), start_step(tmp_path, None)) == (6, 6)
+    save_steps(tmp_path, 7)  # by a run without --from_step
+    with pytest.raises(UserError, match=r"--from_step=5: .* no checkpoint of that step \(there are 6, 7\)"):
+        start_step(tmp_path, 5)
+
+
+def test_a_checkpoint_records_the_config_data_source_and_versions_of_its_run(tmp_path):
+    save_steps(tmp_path, 3)
+    with Checkpointer(tmp_path, dataclasses.replace(CONFIG, num_steps=7), read_only=True) as checkpoints:
+        assert checkpoints.saved_config(3) == CONFIG
+        assert [str(change) for change in checkpoints.changes(3)] == ["num_steps: 1000 before, 7 now"]
+        assert checkpoints.version_changes(3) == []
+    record = json.loads((tmp_path / "checkpoints/3/run/metadata").read_text())
+    assert record["source"] == {"files": 4}
+    assert record["versions"]["jax"] == jax.__version__
+
+
+def test_changing_a_must_match_field_is_refused_with_both_values_and_the_flag(tmp_path):
+    save_steps(tmp_path, 3)
+    data = dataclasses.replace(CONFIG.data, add_bos=False)
+    message = "data.add_bos=True, the config has False: give --config.data.add_bos=True"
+    with pytest.raises(UserError, match=message):
+        start_step(tmp_path, None, dataclasses.replace(CONFIG, data=data))
+
+
+def test_processes_that_see_different_checkpoints_do_not_start(tmp_path, monkeypatch):
+    saved(tmp_path, CONFIG)
+    processes = OneProcess()
+    monkeypatch.setattr(processes, "gather", lambda step: [step, 2])
+    with Checkpointer(tmp_path, CONFIG, processes) as checkpoints, pytest.raises(StartError, match=r"\(steps 2, 3\)"):
+        checkpoints.latest_step()
+
+
+LOST = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:43187")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ESTALE, "stale file handle"), LOST])
+def test_memory_storage_and_peer_errors_are_not_reported_as_checkpoint_damage(tmp_path, monkeypatch, error):
+    saved(tmp_path, CONFIG)
+
+    def fail(*_, **__):
+        raise error
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        with pytest.raises(type(error)) as raised:
+            checkpoints.restore(3, programs_of(CONFIG).state)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        ValueError("RESOURCE_EXHAUSTED:\n No space left on device [28]"),
+    ],
+)
+@pytest.mark.parametrize("method", ["save", "wait_until_finished"])
+def test_a_full_disk_during_a_save_is_a_transient_error(tmp_path, monkeypatch, method, error):
+    """The save raises the error or, for the last save, the wait for its end."""
+    state = random_state(programs_of(CONFIG).state)
+
+    def fail(*_, **__):
+        raise error
+
+    checkpoints = Checkpointer(tmp_path, CONFIG)
+    monkeypatch.setattr(checkpoints._manager, method, fail)
+    with pytest.raises(
+        TransientError, match=r"not be saved \(.*/checkpoints: no space left on device\): make room"
+    ) as raised:
+        checkpoints.save(3, state, positions(4))
+        checkpoints.close()
+    assert "\n" not in str(raised.value)
+    monkeypatch.undo()
+    checkpoints.close()
+
+
+def test_a_lost_process_during_a_save_is_not_reported_as_a_full_disk(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise LOST
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "save", fail)
+        with pytest.raises(ValueError, match="Gloo"):
+            checkpoints.save(3, random_state(programs_of(CONFIG).state), positions(4))
+
+
+def test_restore_params_returns_the_saved_weights_on_the_host(tmp_path):
+    state = saved(tmp_path, changed(replica=2, fsdp=2))
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        params = checkpoints.restore_params(3)
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+def test_restore_params_removes_the_vocabulary_padding_of_stages(tmp_path):
+    state = random_state(programs_of(CONFIG).state)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        padded = resize_vocabulary(CONFIG.model, state.params, CONFIG.model.vocab_size + 3)
+        checkpoints.save(3, state._replace(params=padded), positions(4))
+    with Checkpointer(tmp_path, CONFIG, read_only=True) as checkpoints:
+        params = checkpoints.restore_params(3)
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+def test_restore_params_frees_discarded_rows_before_reading_the_next_array(tmp_path):
+    saved(tmp_path, CONFIG)
+    read = []
+
+    def keep(x: np.ndarray) -> np.ndarray:
+        assert [earlier() for earlier in read] == [None] * len(read)
+        read.append(weakref.ref(x))
+        return x[[1]]
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        params = checkpoints.restore_params(3, keep)
+    assert len(read) == len(jax.tree.leaves(params)) > 1

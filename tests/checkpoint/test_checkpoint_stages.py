@@ -1,0 +1,137 @@
+"""Restoring a checkpoint with another number of pipeline stages."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax.checkpoint import elastic
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.spmd.stages import resize_vocabulary
+from support import tiny_model
+from support.initial import initial_state
+
+N, B, T = 2, 2, 8
+SAVED, LAST = 2, 4
+CONFIG = TrainConfig(
+    num_replicas=N,
+    num_steps=LAST,
+    num_microbatches=2,
+    model=ModelConfig(kind=tiny_model.KIND, hidden_size=16, intermediate_size=32, num_layers=4),
+    inner=InnerConfig(lr=1e-2, warmup_steps=0, eps=1e-3),
+    outer=OuterConfig(sync_every=2),
+    data=DataConfig(sequence_length=T, batch_size=B),
+)
+
+
+def config_of(num_stages: int, vocab_size: int) -> TrainConfig:
+    """Return a config with fixed routing, under which any number of stages is the same model."""
+    model = dataclasses.replace(CONFIG.model, vocab_size=vocab_size)
+    mesh = MeshConfig(replica=N, stage=num_stages, routing="fixed")
+    return dataclasses.replace(CONFIG, model=model, mesh=mesh)
+
+
+@functools.cache
+def programs_of(config: TrainConfig) -> Programs:
+    return build_programs(config, make_mesh(config, jax.devices()[: N * config.mesh.stage]))
+
+
+def train(programs: Programs, state: TrainState, first: int, last: int) -> tuple[TrainState, np.ndarray]:
+    """Return the state after steps `first` to `last`, with an outer step after every second one, and the losses."""
+    assert programs.outer_step is not None
+    params, inner, outer = state
+    losses = []
+    for step in range(first, last + 1):
+        tokens_NBT = np.random.default_rng(step).integers(0, 29, (N, B, T + 1), dtype=np.int32)
+        batch = {"input_ids": tokens_NBT[..., :-1], "labels": tokens_NBT[..., 1:]}
+        batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in batch.items()}
+        params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
+        if step % 2 == 0:
+            params, outer = programs.outer_step(params, outer)
+        losses.append(np.asarray(metrics.loss))
+    return TrainState(params, inner, outer), np.stack(losses)
+
+
+def unpadded(state: TrainState, vocab_size: int) -> Any:
+    """Return weights, moments and slow weights without vocabulary padding, on the host."""
+    return jax.tree.map(np.asarray, resize_vocabulary(CONFIG.model, state, vocab_size))
+
+
+def train_and_save(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainState, np.ndarray]:
+    """Train and save after the second step; return the saved state, the state at the end, and the losses in between."""
+    programs = programs_of(config)
+    state, _ = train(programs, initial_state(programs), 1, SAVED)
+    with Checkpointer(workdir, config) as checkpoints:
+        checkpoints.save(SAVED, state, {replica: {"source": {}} for replica in range(N)})
+    before = jax.tree.map(np.array, state)
+    return before, *train(programs, state, SAVED + 1, LAST)
+
+
+def test_a_restored_muon_state_continues_training_bitwise(tmp_path):
+    config = dataclasses.replace(config_of(2, 32), inner=dataclasses.replace(CONFIG.inner, optimizer="muon"))
+    _, end, losses = train_and_save(config, tmp_path)
+    programs = programs_of(config)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        state, _ = elastic.restore(checkpoints, SAVED, config, programs)
+    mine, my_losses = train(programs, state, SAVED + 1, LAST)
+    np.testing.assert_array_equal(my_losses, losses)
+    jax.tree.map(np.testing.assert_array_equal, mine, end)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "vocab_size", "words"),
+    [
+        (2, 1, 32, ""),
+        (1, 2, 32, ""),
+        (4, 2, 40, "the vocabulary is padded to 48 tokens, before 64"),
+        (1, 4, 29, "the vocabulary is padded to 32 tokens, before 29"),
+    ],
+)
+def test_restoring_with_other_stages_preserves_state_and_training(tmp_path, before, after, vocab_size, words):
+    saved, end, losses = train_and_save(config_of(before, vocab_size), tmp_path)
+    config = config_of(after, vocab_size)
+    programs = programs_of(config)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        state, changed = elastic.restore(checkpoints, SAVED, config, programs)
+    jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("sharding"), state, programs.state)
+    jax.tree.map(np.testing.assert_array_equal, unpadded(state, vocab_size), unpadded(saved, vocab_size))
+    assert changed == words
+
+    mine, my_losses = train(programs, state, SAVED + 1, LAST)
+    np.testing.assert_allclose(my_losses, losses, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5),
+        unpadded(mine, vocab_size),
+        unpadded(end, vocab_size),
+    )
+
+
+def test_restoring_with_other_stages_keeps_the_windows_of_a_modulo_format(tmp_path):
+    def windowed(num_stages: int) -> TrainConfig:
+        config = config_of(num_stages, 130)
+        return dataclasses.replace(config, outer=dataclasses.replace(config.outer, wire="modulo4"))
+
+    saved, _, losses = train_and_save(windowed(1), tmp_path)
+    config = windowed(2)
+    programs = programs_of(config)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        state, changed = elastic.restore(checkpoints, SAVED, config, programs)
+    assert changed == "the vocabulary is padded to 144 tokens, before 130"
+    assert state.outer is not None and saved.outer is not None
+    differ = set()
+    for path, mine in jax.tree.leaves_with_path(state.outer.windows):
+        theirs = functools.reduce(lambda tree, key: tree[key.key], path, saved.outer.windows)
+        kept = tuple(map(slice, theirs.shape))
+        np.testing.assert_array_equal(mine[kept], theirs)
+        assert np.count_nonzero(mine) == np.count_nonzero(theirs)
+        differ |= {path[0].key} if mine.shape != theirs.shape else set()
+    assert differ == {"embed", "head"}
+    _, my_losses = train(programs, state, SAVED + 1, LAST)
+    np.testing.assert_allclose(my_losses, losses, rtol=1e-3)

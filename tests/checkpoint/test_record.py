@@ -1,0 +1,179 @@
+"""Settings that a run may change on resume, and the history of its starts."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from noloco_jax.checkpoint import record
+from noloco_jax.checkpoint.record import (
+    data_at_start,
+    make_record,
+    permitted_changes,
+    version_changes,
+    write_start,
+)
+from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unchecked, unused_settings
+from noloco_jax.errors import UserError
+
+CONFIG = TrainConfig()
+OTHER = from_dict(
+    {"num_steps": 77, "log_every": 3, "outer": {"sync_every": 5, "nesterov": True}, "data": {"sequence_length": 128}}
+)
+
+
+def test_permitted_changes_are_listed_without_free_or_unused_fields(tmp_path):
+    lines = [str(change) for change in permitted_changes(CONFIG, OTHER, tmp_path)]
+    assert lines == [
+        "num_steps: 1000 before, 77 now",
+        "outer.sync_every: 50 before, 5 now",
+        "data.sequence_length: 256 before, 128 now",
+    ]
+
+
+def test_a_field_is_compared_if_either_method_uses_it():
+    outer = replace(CONFIG.outer, sync_every=5)
+    ddp, slow_ddp = (replace(CONFIG, method="ddp", outer=each) for each in (CONFIG.outer, outer))
+    assert changes(ddp, slow_ddp) == []
+    assert [change.field for change in changes(CONFIG, slow_ddp)] == ["method", "outer.sync_every"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"method": "diloco"},
+        {"seed": 1},
+        {"model": {"num_layers": 3}},
+        {"inner": {"optimizer": "adamw"}},
+        {"outer": {"state_dtype": "bfloat16"}},
+        {"data": {"add_eos": False}},
+        {"data": {"shuffle_buffer": 1}},
+        {"init_from": "llama"},
+        {
+            "model": {
+                "rope_scaling": {
+                    **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                    "original_max_position_embeddings": 8192,
+                }
+            }
+        },
+    ],
+)
+def test_a_change_of_a_must_match_field_is_refused(values, tmp_path):
+    with pytest.raises(UserError, match="another --workdir"):
+        permitted_changes(CONFIG, from_dict(values), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"delay": 2, "moments": 0}, {"delay": 2, "moments": 1}),
+        ({"delay": 2, "moments": 3}, {"delay": 2, "moments": 0}),
+        ({"wire": "int4"}, {"wire": "modulo4"}),
+        ({"wire": "modulo4"}, {"wire": "float32"}),
+    ],
+)
+def test_a_change_of_the_arrays_in_the_state_is_refused(before, now, tmp_path):
+    with pytest.raises(UserError, match=r"outer\.(moments|wire)=.* to resume that run, or another --workdir"):
+        permitted_changes(from_dict({"outer": before}), from_dict({"outer": now}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"delay": 2, "moments": 3}, {"delay": 2, "moments": 1}),
+        ({"moments": 0}, {"moments": 1}),
+        ({"wire": "int4"}, {"wire": "float32"}),
+    ],
+)
+def test_a_change_that_keeps_the_arrays_in_the_state_is_permitted(before, now, tmp_path):
+    [change] = permitted_changes(from_dict({"outer": before}), from_dict({"outer": now}), tmp_path)
+    assert change.on_resume == "may change"
+
+
+def test_changes_of_what_other_fields_leave_unused_are_not_told():
+    idle = from_dict({"inner": {"momentum": 0.5, "decay_share": 0.5}, "mesh": {"routing": "fixed"}})
+    assert changes(CONFIG, idle) == []
+
+
+def test_a_resume_may_leave_out_what_its_run_began_from(tmp_path):
+    assert permitted_changes(from_dict({"init_from": "llama"}), CONFIG, tmp_path) == []
+
+
+def test_an_added_or_removed_source_is_refused_with_the_flag_that_undoes_it(tmp_path):
+    web, own = ({"kind": kind, "weight": 1.0} for kind in ("c4", "jsonl"))
+    one, both, heavier = (
+        from_dict({"data": {"kind": "mixture", "mixture": mixture}})
+        for mixture in ({"web": web}, {"web": web, "own": own}, {"web": web | {"weight": 2.0}})
+    )
+    with pytest.raises(UserError, match=r"give --config\.data\.mixture\.own=None to"):
+        permitted_changes(one, both, tmp_path)
+    with pytest.raises(UserError, match=r"give --config\.data\.mixture\.own\.kind=jsonl to"):
+        permitted_changes(both, one, tmp_path)
+    assert list(map(str, permitted_changes(one, heavier, tmp_path))) == ["data.mixture.web.weight: 1.0 before, 2.0 now"]
+
+
+def test_a_record_restores_its_config_after_a_json_round_trip():
+    made = json.loads(json.dumps(make_record(OTHER, {"files": 3}, None)))
+    assert unchecked(made["config"]) == OTHER
+    assert version_changes(made) == []
+
+
+def test_a_changed_version_is_reported(tmp_path, monkeypatch):
+    made = make_record(CONFIG, {}, None)
+    monkeypatch.setattr(record, "versions", lambda: made["versions"] | {"jax": "9.9"})
+    assert version_changes(made) == [f"jax: version {made['versions']['jax']} before, 9.9 now"]
+
+
+def test_an_added_or_removed_package_is_reported(monkeypatch):
+    monkeypatch.setattr(record, "versions", lambda: {"numpy": "2.0", "jax": "0.10"})
+    before = {"versions": {"numpy": "2.0", "optax": "0.2"}}
+    assert version_changes(before) == [
+        "optax: version 0.2 before, None now",
+        "jax: version None before, 0.10 now",
+    ]
+
+
+def test_every_start_appends_a_history_line_and_saves_its_config(tmp_path):
+    write_start(CONFIG, tmp_path, 0, [], {"bytes": 9})
+    write_start(OTHER, tmp_path, 8, changes(CONFIG, OTHER), {"bytes": 7})
+    lines = [json.loads(line) for line in (tmp_path / "config.history.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 8]
+    assert [from_dict(line["config"]) for line in lines] == [CONFIG, OTHER]
+    assert lines[1]["changed"]["num_steps"] == [1000, 77]
+    assert load_saved(tmp_path) == OTHER
+    assert data_at_start(tmp_path) == {"bytes": 7}
+
+
+@pytest.mark.parametrize("former", [b"\xff\x00\n\xfe", b"cut sho", b"whole\n"])
+def test_a_history_with_any_bytes_is_kept_and_appended_to(tmp_path, former):
+    (tmp_path / "config.history.jsonl").write_bytes(former)
+    write_start(CONFIG, tmp_path, 3, [], {})
+    *before, line = (tmp_path / "config.history.jsonl").read_bytes().splitlines(keepends=True)
+    assert b"".join(before).rstrip(b"\n") == former.rstrip(b"\n")
+    assert json.loads(line)["step"] == 3
+
+
+def test_settings_that_the_method_ignores_are_listed():
+    outer = {"outer": {"sync_every": 5, "nesterov": True, "group_size": 3}}
+    assert unused_settings(from_dict(outer)) == ["outer.nesterov=True"]
+    assert unused_settings(from_dict({"method": "diloco"} | outer)) == ["outer.group_size=3"]
+    settings = ["outer.sync_every=5", "outer.group_size=3", "outer.nesterov=True"]
+    assert unused_settings(from_dict({"method": "ddp"} | outer)) == settings
+    assert unused_settings(CONFIG) == []
+
+
+def test_settings_that_go_with_others_are_listed_without_them():
+    alone = {"model": {"num_experts": 16}, "inner": {"momentum": 0.5, "decay_share": 0.5}, "sample_prompt": "a"}
+    alone |= {"data": {"kind": "text", "shuffle_buffer": 7}}
+    names = ["sample_prompt='a'", "model.num_experts=16", "inner.momentum=0.5", "inner.decay_share=0.5"]
+    names += ["data.shuffle_buffer=7"]
+    assert sorted(unused_settings(from_dict(alone))) == sorted(names)
+    beside = {
+        "model": alone["model"] | {"kind": "moe"},
+        "inner": alone["inner"] | {"optimizer": "muon", "schedule": "wsd"},
+    }
+    beside["data"] = {"kind": "jsonl", "shuffle_buffer": 7}
+    assert unused_settings(from_dict(alone | beside | {"sample_tokens": 3})) == []
+    constant = {"inner": {"schedule": "constant", "min_lr": 1e-3, "lr": 1e-2}}
+    assert unused_settings(from_dict(constant)) == ["inner.min_lr=0.001"]

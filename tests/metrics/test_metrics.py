@@ -1,0 +1,296 @@
+"""metrics.jsonl, and the same numbers in TensorBoard and wandb."""
+
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+
+from noloco_jax.errors import TransientError, UserError
+from noloco_jax.metrics.writer import MetricWriter, NewLines, read_metrics
+from support.events import events
+from support.fake_wandb import FakeWandb
+
+
+def write(workdir: Path, steps: range, resume_step: int | None) -> None:
+    writer = MetricWriter(workdir, resume_step=resume_step, tensorboard=False)
+    for step in steps:
+        writer.write(step, "train", loss=1.0 / step)
+    writer.close()
+
+
+def tensorboard(workdir: Path, name: str = "tensorboard") -> list[tuple[int, str, float]]:
+    """Return (step, tag, value) of each scalar in the event files."""
+    return [
+        (event.step, value.tag, value.simple_value)
+        for file in events(workdir, name)
+        for event in file
+        for value in event.summary.value
+    ]
+
+
+def test_a_line_is_a_json_object_with_step_and_kind_flushed_at_once(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    writer.write(3, "train", loss=np.float32(1.5), lr=6e-4)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "kind": "train", "loss": 1.5, "lr": 0.0006}\n'
+    writer.close()
+
+
+def test_written_metrics_are_read_back(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    writer.write(5, "eval", perplexity_replicas=np.array([1.5, 2.5], np.float32), groups=[[0, 2], [1, 3]])
+    writer.close()
+    assert read_metrics(tmp_path) == [
+        {"step": 5, "kind": "eval", "perplexity_replicas": [1.5, 2.5], "groups": [[0, 2], [1, 3]]}
+    ]
+
+
+def test_a_float32_keeps_every_bit(tmp_path):
+    value = np.float32(1) / np.float32(3)
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    writer.write(1, "train", loss=value)
+    writer.close()
+    assert np.float32(read_metrics(tmp_path)[0]["loss"]) == value
+
+
+def test_non_finite_values_become_null(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    writer.write(1, "train", loss=float("nan"), perplexity_replicas=[1.0, float("inf")])
+    writer.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "kind": "train", "loss": None, "perplexity_replicas": [1.0, None]}]
+
+
+def test_a_resumed_run_drops_the_steps_that_it_will_write_again(tmp_path):
+    write(tmp_path, range(1, 8), None)
+    write(tmp_path, range(5, 7), 4)
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "ki', '{"step": 3, "kind": "train"}', "\ufffd"])
+def test_a_torn_last_line_is_skipped_and_removed_on_resume(tmp_path, torn):
+    write(tmp_path, range(1, 3), None)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + torn)
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2]
+    write(tmp_path, range(0), 100)
+    assert path.read_text() == whole
+
+
+def test_a_line_torn_within_a_utf8_character_is_skipped(tmp_path):
+    write(tmp_path, range(1, 3), None)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write('{"step": 3, "text": "é'.encode()[:-1])
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_a_new_run_sets_the_metrics_of_an_old_one_aside(tmp_path):
+    write(tmp_path, range(1, 4), None)
+    write(tmp_path, range(1, 2), None)
+    assert len(read_metrics(tmp_path)) == 1
+    assert len((tmp_path / "metrics.jsonl.old").read_text().splitlines()) == 3
+
+
+def test_resuming_leaves_no_other_file_in_the_folder(tmp_path):
+    write(tmp_path, range(1, 4), None)
+    write(tmp_path, range(3, 4), 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+DAMAGED = {
+    "torn": b'{"step": 2, "ki\n',
+    "NUL": bytes(300) + b"\n",
+    "binary": bytes(range(256)),  # with a newline and every other byte that str.splitlines splits at
+    "no object": b"3\n",
+    "no step": b'{"kind": "train"}\n',
+    "no kind": b'{"step": 2, "kinf": "train"}\n',
+    "a step in words": b'{"step": "two", "kind": "train"}\n',
+    "two in one": b'{"step": 2, "kind": "tr{"step": 3, "kind": "train"}\n',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_lines_are_skipped_with_one_warning(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 4), None)
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second + damage.rstrip(b"\n") + b"\n" + third)
+    with pytest.warns(UserWarning) as caught:
+        assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3]
+    [note] = [str(warning.message) for warning in caught]
+    number = len(damage.rstrip(b"\n").split(b"\n"))
+    lines = ", ".join(str(3 + line) for line in range(number))
+    assert note == f"{path}: {number} damaged line{'s' * (number > 1)} left out (line {lines})"
+
+
+def test_a_warning_about_many_damaged_lines_numbers_only_the_first_five(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"?\n" * 1000)
+    with pytest.warns(UserWarning, match=r"1000 damaged lines left out \(line 1, 2, 3, 4, 5, \.\.\.\)$"):
+        assert read_metrics(tmp_path) == []
+
+
+def test_resuming_removes_damaged_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 4), None)
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGED["NUL"] + whole)
+    with pytest.warns(UserWarning, match=r"1 damaged line left out \(line 1\)"):
+        write(tmp_path, range(0), 100)
+    assert path.read_bytes() == whole
+
+
+def test_new_lines_reports_the_line_number_of_a_damaged_line(tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", NewLines(tmp_path)
+    write(tmp_path, range(1, 4), None)
+    assert steps_of(lines)[0] == [1, 2, 3]
+    with path.open("ab") as file:
+        file.write(b'?\n{"step": 4, "kind": "train"}\n')
+    with pytest.warns(UserWarning, match=r"\(line 4\)"):
+        assert steps_of(lines)[0] == [4]
+    assert steps_of(lines)[0] == []
+
+
+def test_reading_metrics_of_a_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        read_metrics(tmp_path)
+
+
+def test_tensorboard_gets_the_same_numbers_and_one_series_per_list_entry(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None)
+    writer.write(7, "eval", perplexity=2.0, perplexity_replicas=[1.5, 2.5], groups=[[0, 1]], note="text")
+    writer.close()
+    assert tensorboard(tmp_path) == [
+        (7, "eval/perplexity", 2.0),
+        (7, "eval/perplexity_replicas/0", 1.5),
+        (7, "eval/perplexity_replicas/1", 2.5),
+    ]
+
+
+def test_tensorboard_events_are_flushed_at_once(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None)
+    writer.write(1, "train", loss=1.5)
+    assert tensorboard(tmp_path) == [(1, "train/loss", 1.5)]
+    writer.close()
+
+
+def test_a_new_run_sets_the_events_of_an_old_one_aside(tmp_path):
+    for loss in (1.0, 2.0, 3.0):
+        with MetricWriter(tmp_path, resume_step=None) as writer:
+            writer.write(1, "train", loss=loss)
+    assert tensorboard(tmp_path) == [(1, "train/loss", 3.0)]
+    assert [value for _, _, value in tensorboard(tmp_path, "tensorboard.old")] == [2.0]
+
+
+def test_a_resumed_run_marks_its_session_start_in_tensorboard(tmp_path):
+    """At a session start, TensorBoard discards earlier events from that step on, over all files in name order."""
+    for resume_step in (None, 1):
+        with MetricWriter(tmp_path, resume_step=resume_step) as writer:
+            writer.write(2, "train", loss=1.0)
+    first, second = events(tmp_path)
+    assert [event.step for event in first if event.HasField("session_log")] == []
+    assert [(event.step, event.session_log.status) for event in second if event.HasField("session_log")] == [(2, 1)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_a_transient_error_naming_the_file(tmp_path, monkeypatch):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    assert writer._file is not None
+    writer._file.close()
+    monkeypatch.setattr(writer, "_file", Path("/dev/full").open("w"))  # noqa: SIM115
+    with writer, pytest.raises(TransientError, match=r"/dev/full .* cannot be written \(No space left on device\)"):
+        writer.write(1, "train", loss=1.0)
+
+
+def test_wandb_gets_the_same_numbers_and_a_resume_continues_its_run(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for resume_step in (None, 4, None):
+        writer = MetricWriter(
+            tmp_path, resume_step=resume_step, tensorboard=False, wandb_project="p", run_config={"seed": 1}
+        )
+        writer.write(5, "train", loss=1.5)
+        writer.close()
+    first, resumed, fresh = wandb.runs
+    assert wandb.logged == [(5, {"train/loss": 1.5})] * 3
+    assert (first["project"], first["config"], resumed["resume"]) == ("p", {"seed": 1}, "allow")
+    assert first["id"] == resumed["id"] != fresh["id"]
+
+
+def test_a_wandb_that_does_not_begin_leaves_no_file_open(tmp_path, monkeypatch):
+    wandb, opened = FakeWandb(), []
+    open_file = Path.open
+
+    def noted(path: Path, *arguments: Any, **options: Any) -> IO[Any]:
+        opened.append(open_file(path, *arguments, **options))
+        return opened[-1]
+
+    def refuse(**_: Any) -> None:
+        raise ConnectionError("no answer")
+
+    wandb.init = refuse  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(Path, "open", noted)
+    with pytest.raises(ConnectionError):
+        MetricWriter(tmp_path, resume_step=None, wandb_project="p")
+    assert opened and all(file.closed for file in opened)
+
+
+def test_a_missing_wandb_package_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        MetricWriter(tmp_path / "run", resume_step=None, wandb_project="p")
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    MetricWriter(tmp_path, resume_step=None, tensorboard=False).close()
+
+
+def steps_of(lines: NewLines) -> tuple[list[int], bool]:
+    entries, is_new_file = lines.read()
+    return [entry["step"] for entry in entries], is_new_file
+
+
+def test_new_lines_returns_each_line_once_and_a_torn_line_once_complete(tmp_path):
+    lines = NewLines(tmp_path)
+    assert steps_of(lines) == ([], False)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        for text, expected in (
+            ('{"step": 1, "kind": "train"}\n{"step": 2, "kind"', [1]),
+            (': "train"}\n', [2]),
+            ("", []),
+            ('{"step": 3, "kind": "train"}\n', [3]),
+        ):
+            file.write(text)
+            file.flush()
+            assert steps_of(lines)[0] == expected
+
+
+def test_new_lines_starts_over_when_a_resume_rewrites_the_file(tmp_path):
+    lines = NewLines(tmp_path)
+    write(tmp_path, range(1, 8), None)
+    assert steps_of(lines) == ([1, 2, 3, 4, 5, 6, 7], True)
+    write(tmp_path, range(5, 7), 4)
+    assert steps_of(lines) == ([1, 2, 3, 4, 5, 6], True)
+    assert steps_of(lines) == ([], False)
+
+
+def test_tensorboard_gets_one_series_per_mapping_key(tmp_path):
+    with MetricWriter(tmp_path, resume_step=None) as writer:
+        writer.write(7, "train", loss_replicas={2: 1.5, 3: 2.5}, time="now")
+    assert tensorboard(tmp_path) == [(7, "train/loss_replicas/2", 1.5), (7, "train/loss_replicas/3", 2.5)]
+
+
+def test_a_resumed_writer_knows_the_last_logged_outer_step(tmp_path):
+    with MetricWriter(tmp_path, resume_step=None, tensorboard=False) as writer:
+        assert writer.last_round is None
+        for step, round in ((4, 3), (8, 7), (12, 11)):
+            writer.write(step, "train", round=round)
+            writer.write(step, "eval")
+    with MetricWriter(tmp_path, resume_step=10, tensorboard=False) as writer:
+        assert writer.last_round == 7
+    with MetricWriter(tmp_path, resume_step=3, tensorboard=False) as writer:
+        assert writer.last_round == -1

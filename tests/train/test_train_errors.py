@@ -1,0 +1,330 @@
+"""Mismatches of config, workdir and data: a one-line error, exit status 2, nothing overwritten.
+
+Refusals before compilation are tested in the tests' own process, all others in a real one.
+"""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from noloco_jax.config import TrainConfig, from_dict, load_config
+from noloco_jax.data import ByteTokenizer
+from noloco_jax.errors import UserError
+from noloco_jax.metrics import memory
+from noloco_jax.model.huggingface import save_folder
+from noloco_jax.train import training as trainer
+from noloco_jax.train.training import train
+from support import processes
+from support.data_makers import write_c4
+from support.digested import UNLISTED
+from support.model_makers import random_params
+from support.texts import lines_of_words
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def trained(config) -> Path:
+    """Return the workdir of a run that ended at step 8."""
+    return processes.trained(config, "trained", "--config.num_steps=8")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def error_lines(output: str) -> list[str]:
+    """Return the error lines; an interrupted thread of Orbax may leave part of its own line before one."""
+    return re.findall(r"(?:^|\s)(error: .*)", output, re.MULTILINE)
+
+
+def train_here(config: Path, workdir: Path, *overrides: str, dry_run: bool = False) -> int:
+    return train(from_dict(load_config(str(config), overrides)), workdir, dry_run=dry_run)
+
+
+def refusal(config: Path, workdir: Path, *overrides: str, dry_run: bool = False) -> str:
+    """Return the one-line error of a refused start, and check that the workdir is unchanged."""
+    before = contents(workdir)
+    with pytest.raises(UserError) as raised:
+        train_here(config, workdir, *overrides, dry_run=dry_run)
+    assert contents(workdir) == before
+    [line] = str(raised.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.model.num_layers=3"], "model.num_layers=2, the config has 3: give --config.model.num_layers=2"),
+        (["--config.method=diloco"], "method='noloco', the config has 'diloco'"),
+        (["--config.data.add_bos=False"], "data.add_bos=True, the config has False: give --config.data.add_bos=True"),
+        (["--config.num_replicas=2"], "give --config.elastic=merge or --config.elastic=keep to make 2 of the 4"),
+        (["--config.num_replicas=8", "--config.elastic=keep"], "give --config.elastic=copy to make 8 of the 4"),
+    ],
+)
+def test_the_checkpoint_of_another_run_is_refused(config, trained, arguments, message):
+    assert message in refusal(config, trained, "--config.num_steps=24", *arguments)
+
+
+@pytest.fixture
+def no_compiling(monkeypatch):
+    def fail(*_: object) -> NoReturn:
+        pytest.fail("compilation began before the refusal")
+
+    monkeypatch.setattr(trainer, "_compile", fail)
+
+
+def test_another_tokenizer_is_refused_before_anything_is_compiled(config, trained, monkeypatch, no_compiling):
+    monkeypatch.setattr(ByteTokenizer, "fingerprint", "of other tokens")
+    line = refusal(config, trained, "--config.num_steps=24")
+    assert "data with tokenizer 'byte', this run's has 'of other tokens'" in line
+
+
+def test_pieces_of_another_length_are_refused_before_anything_is_compiled(config, trained, no_compiling):
+    line = refusal(config, trained, "--config.num_steps=24", "--config.data.sequence_length=1024")
+    assert "piece_bytes (by data.sequence_length) 256, this run's has 2048" in line
+
+
+def test_from_step_without_a_checkpoint_is_refused_listing_the_saved_steps(config, trained):
+    with pytest.raises(UserError, match=r"--from_step=5: .* \(there are 4, 8\)"):
+        train(from_dict(load_config(str(config))), trained, from_step=5)
+
+
+def test_from_step_resumes_from_an_earlier_checkpoint_and_reports_changed_settings(config, trained, tmp_path):
+    workdir = tmp_path / "back"
+    shutil.copytree(trained, workdir)
+    changes = ["--config.num_steps=12", "--config.outer.sync_every=2", "--config.eval_every=0"]
+    [(status, output)] = processes.run(config, workdir, "--from_step=4", *changes)
+    assert status == 0, output
+    _, _, after = output.partition("resuming from the checkpoint of step 4\n")
+    changed = ["num_steps: 8 before, 12 now", "outer.sync_every: 4 before, 2 now", "eval_every: 12 before, 0 now"]
+    assert after.splitlines()[:3] == changed
+    assert sorted(path.name for path in (workdir / "checkpoints_set_aside").iterdir()) == ["8"]
+    lines = [json.loads(line) for line in (workdir / "config.history.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["changed"].get("num_steps")) for line in lines] == [(0, None), (4, [8, 12])]
+    evaluated = [line["step"] for line in processes.metrics(workdir) if line["kind"] == "eval"]
+    assert evaluated == [12]  # only at the end
+
+
+def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
+    line = refusal(config, trained, "--config.model.num_layers=3", dry_run=True)
+    assert "model.num_layers=2, the config has 3: give --config.model.num_layers=2" in line
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints", "tensorboard"])
+def test_a_file_in_the_place_of_a_folder_is_refused(config, tmp_path, name):
+    workdir = tmp_path / "workdir"
+    if name:
+        workdir.mkdir()
+    (workdir / name).write_text("")
+    for dry_run in (True, False):
+        assert f"{workdir / name} is in the way" in refusal(config, workdir, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "config.history.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_compiled(
+    config, trained, tmp_path, no_compiling, name
+):
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).mkdir()
+    for dry_run in (True, False):
+        line = refusal(config, tmp_path / "run", "--config.num_steps=24", dry_run=dry_run)
+        assert f"{tmp_path / 'run' / name} is in the way" in line
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_memory_estimate_beyond_any_device_is_refused_before_reading_data(
+    config, tmp_path, monkeypatch, no_compiling, dry_run
+):
+    monkeypatch.setattr(trainer, "read_validation", lambda *_, **__: pytest.fail("data were read before the refusal"))
+    line = refusal(config, tmp_path, "--config.data.batch_size=2147483647", dry_run=dry_run)
+    assert re.search(r"estimated at [\d.]+ TiB a device, and none has more than 64 TiB: lower data\.batch_size", line)
+
+
+def test_a_memory_estimate_above_the_device_memory_warns(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "device_memory", lambda _: 3 << 10)
+    with pytest.warns(UserWarning, match=r"estimated at [\d.]+ [KM]iB a device, and the first one here has 3 KiB: "):
+        assert train_here(config, tmp_path / "workdir", dry_run=True) == 0
+
+
+def test_a_dry_run_writes_nothing(config, tmp_path):
+    [(status, output)] = processes.run(config, tmp_path / "workdir", "--dry_run")
+    assert status == 0, output
+    assert not (tmp_path / "workdir").exists()
+
+
+def test_the_banner_lists_settings_left_at_the_methods_defaults(config, tmp_path, capsys):
+    flags = ["--config.method=diloco", "--config.outer.lr=0.6", "--config.outer.sync_every=3"]
+    assert train_here(config, tmp_path / "workdir", *flags, dry_run=True) == 0
+    banner = capsys.readouterr().out
+    assert "all average every 3 steps (Nesterov, alpha 0.9, beta 0.6)\n" in banner
+    assert "at diloco's defaults: momentum=0.9, nesterov=True\n" in banner
+
+
+def test_the_banner_tells_of_a_run_without_an_outer_step(config, tmp_path, capsys):
+    flags = ["--config.num_steps=8", "--config.outer.sync_every=50"]
+    assert train_here(config, tmp_path / "workdir", *flags, dry_run=True) == 0
+    assert "none, as 8 steps have no outer step: lower outer.sync_every=50" in capsys.readouterr().out
+
+
+def test_an_empty_sample_prompt_without_bos_is_refused(config, tmp_path):
+    line = refusal(config, tmp_path, "--config.sample_tokens=5", "--config.data.add_bos=False")
+    assert "sample_prompt='' has no tokens" in line
+
+
+def test_a_checkpoint_beyond_num_steps_without_evaluations_is_a_complete_run(config, trained, tmp_path, capsys):
+    workdir = tmp_path / "stopped"
+    shutil.copytree(trained, workdir)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (workdir / "metrics.jsonl").write_text("".join(line for line in lines if '"kind": "eval"' not in line))
+    assert train_here(config, workdir, "--config.num_steps=6") == 0
+    assert "the run is complete (8 steps)" in capsys.readouterr().out
+
+
+def of_steps(**values: object) -> TrainConfig:
+    return from_dict({"inner": {"warmup_steps": 0}, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_steps": 4}, "the run stopped at step 8 of 16, which is beyond num_steps=4: give num_steps=8"),
+        ({"num_steps": 8, "outer": {"final_merge": True}}, "num_steps=8 leaves no step after which outer.final_merge"),
+    ],
+)
+def test_a_run_that_would_end_without_its_last_step_is_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        trainer._check_end(of_steps(**values), of_steps(num_steps=16), 8)
+
+
+def test_a_run_may_end_at_its_checkpoint_or_go_on():
+    for before, now in [(16, 8), (16, 9), (8, 4), (8, 8)]:
+        trainer._check_end(of_steps(num_steps=now), of_steps(num_steps=before), 8)
+
+
+def test_weights_that_lie_beside_another_tokenizer_are_refused(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    config = from_dict({"model": sizes, "init_from": str(tmp_path / "model")})
+    save_folder(config.init_from, random_params(config.model), config.model, "byte", max_position_embeddings=8)
+    trainer._given_weights(config, ByteTokenizer())
+    path = tmp_path / "model" / "tokenizer.json"
+    words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": words}))
+    with pytest.raises(UserError, match=r"data\.tokenizer='byte' makes other token ids than the tokenizer"):
+        trainer._given_weights(config, ByteTokenizer())
+
+
+def test_a_complete_run_tells_of_settings_that_come_too_late(config, trained, tmp_path, capsys):
+    workdir = tmp_path / "ended"
+    shutil.copytree(trained, workdir)
+    assert train_here(config, workdir, "--config.num_steps=8", "--config.outer.final_merge=True") == 0
+    printed = capsys.readouterr().out
+    assert "without effect on a run that has ended: outer.final_merge: False before, True now" in printed
+
+
+@pytest.mark.parametrize("item", ["state", "data", "run"])
+def test_a_checkpoint_that_lacks_a_part_is_refused(config, trained, tmp_path, item):
+    workdir = tmp_path / "torn"
+    shutil.copytree(trained, workdir)
+    shutil.rmtree(workdir / "checkpoints/8" / item)
+    line = refusal(config, workdir, "--config.num_steps=24")
+    assert f"checkpoints/8 is not whole (no complete {item}): delete that folder" in line
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_truncated_weights_are_refused_and_the_workdir_is_unchanged(config, trained, tmp_path, has_digests):
+    workdir = tmp_path / "damaged"
+    shutil.copytree(trained, workdir)
+    if not has_digests:
+        (workdir / "checkpoints/8/digests.txt").unlink()
+    for path in (workdir / "checkpoints/8/state").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:100])
+    before = contents(workdir)
+    [(status, output)] = processes.run(config, workdir, "--config.num_steps=24")
+    assert status == 2, output
+    assert contents(workdir) == before
+    [line] = error_lines(output)
+    assert "checkpoints/8 is not whole (" in line
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("command", [[], ["--config.num_replicas=2", "--config.elastic=merge"]], ids=["same", "fewer"])
+def test_a_dry_run_refuses_a_checkpoint_with_missing_arrays(config, trained, tmp_path, command):
+    workdir = tmp_path / "no_arrays"
+    shutil.copytree(trained, workdir)
+    for path in (workdir / "checkpoints/8/state").rglob("d/*"):
+        path.unlink()
+    line = refusal(config, workdir, "--config.num_steps=24", *command, dry_run=True)
+    assert re.search(r"checkpoints/8 is not whole \(state/\S+ is missing\): delete that folder", line)
+
+
+def test_a_dry_run_reports_the_number_of_verified_files(config, trained, capsys):
+    assert train_here(config, trained, "--config.num_steps=24", dry_run=True) == 0
+    number = len(contents(trained / "checkpoints/8").keys() - UNLISTED)
+    assert f"the checkpoint of step 8 is as it was saved: {number} files, " in capsys.readouterr().out
+
+
+def write_truncated_shard(folder: Path, shard: int) -> tuple[str, list[str]]:
+    """Write C4 data with one truncated shard; return its name, and arguments of a run that reads to its end."""
+    texts = [f"{number} {line}" for number, line in enumerate(lines_of_words(480))]
+    path = write_c4(folder, [texts[number::4] for number in range(4)])[shard]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
+    write_c4(folder, [texts[:4]], "validation")
+    fields = {"num_steps": 600, "eval_every": 600, "checkpoint_every": 20, "data.validation_path": ""}
+    fields |= {"data.kind": "c4", "data.path": folder}
+    return path.name, [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def test_a_truncated_data_file_ends_the_run_and_keeps_its_checkpoints(config, tmp_path):
+    name, arguments = write_truncated_shard(tmp_path / "c4", 2)
+    [(status, output)] = processes.run(config, tmp_path, *arguments)
+    assert status == 2, output
+    *_, last = output.strip().splitlines()
+    assert last.startswith("error: ")
+    assert name in last
+    assert processes.weights(tmp_path)
+
+
+@pytest.mark.parametrize(("shard", "reader"), [(1, 0), (2, 1)])
+def test_a_truncated_data_file_of_one_process_is_named_by_all_processes(config, tmp_path, shard, reader):
+    name, arguments = write_truncated_shard(tmp_path / "c4", shard)
+    run = processes.start(config, tmp_path, *arguments, number=2)
+    assert processes.wait_until(processes.reached(tmp_path, 20), run)
+    results = processes.finish(run, patience=120)
+    assert [status for status, _ in results] == [2, 2], processes.report(results)
+    for _, output in results:
+        [line] = error_lines(output)
+        assert name in line and f"process {reader} on" in line
+    assert processes.weights(tmp_path)
+
+
+def test_a_dry_run_with_a_wandb_project_requires_the_package(config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = from_dict(load_config(str(config)))
+    with pytest.raises(UserError, match="pip install wandb"):
+        train(run, tmp_path / "run", wandb_project="p", dry_run=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_sampling_from_token_id_data_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    ids = pa.array([[1, 2, 3, 4] * 20] * 50)
+    pq.write_table(pa.table({"input_ids": ids, "labels": ids}), tmp_path / "data/train-0.parquet")
+    fields = {
+        "num_replicas": 2,
+        "num_steps": 1,
+        "sample_tokens": 5,
+        "inner": {"warmup_steps": 0},
+        "data": {"kind": "parquet", "path": str(tmp_path / "data")},
+    }
+    with pytest.raises(UserError, match="sample_tokens=5 needs a tokenizer, and the data are token ids"):
+        train(from_dict(fields), tmp_path / "run")

@@ -1,0 +1,149 @@
+"""Resuming interrupted runs bitwise: real processes, killed and terminated."""
+
+import contextlib
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from noloco_jax.config import from_dict, load_config, to_dict
+from noloco_jax.train import loop, training
+from noloco_jax.train.training import train
+from support import processes
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config) -> Path:
+    return processes.trained(config, "uninterrupted")
+
+
+def assert_same_run(workdir: Path, other: Path) -> None:
+    assert processes.metrics(workdir) == processes.metrics(other)
+    mine, theirs = processes.weights(workdir), processes.weights(other)
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+
+
+def test_a_run_killed_at_a_step_and_during_a_save_resumes_bitwise(config, uninterrupted):
+    workdir = config.parent / "killed"
+
+    def saving() -> bool:
+        return any("tmp" in path.name for path in (workdir / "checkpoints").glob("*"))
+
+    run = processes.start(config, workdir)
+    processes.wait_until(processes.reached(workdir, 6), run)
+    processes.kill(run)
+    run = processes.start(config, workdir)
+    processes.wait_until(lambda: not saving(), run)  # a start first removes the previous one's partial save
+    assert processes.wait_until(saving, run)
+    processes.kill(run)
+    [(status, output)] = processes.run(config, workdir)
+    assert status == 0, output
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_a_resumed_offloaded_run_matches_the_on_device_run_bitwise(config, uninterrupted):
+    workdir, offload = config.parent / "offloaded", "--config.outer.offload=True"
+    run = processes.start(config, workdir, offload)
+    assert processes.wait_until(processes.reached(workdir, 12), run)  # the save of step 4 ends before that of step 8
+    processes.kill(run)
+    [(status, output)] = processes.run(config, workdir, offload)
+    assert status == 0, output
+    assert "resuming from the checkpoint of step" in output
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_a_termination_signal_saves_exits_with_status_75_and_resumes_bitwise(config, uninterrupted):
+    workdir = config.parent / "signalled"
+    run = processes.start(config, workdir, seconds_per_step=0.2)
+    processes.wait_until(processes.reached(workdir, 4), run)
+    run[0].send_signal(signal.SIGTERM)
+    [(status, output)] = processes.finish(run)
+    assert status == 75, output
+    assert "everything is saved" in output
+    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert saved >= 4
+    [(status, output)] = processes.run(config, workdir)
+    assert status == 0, output
+    assert f"resuming from the checkpoint of step {saved}" in output
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_a_closed_stdout_pipe_neither_stops_nor_changes_the_run(config, uninterrupted):
+    workdir = config.parent / "unread"
+    [run] = processes.start(config, workdir, seconds_per_step=0.1)
+    assert run.stdout is not None
+    run.stdout.close()  # also the pipe of standard error
+    assert run.wait(processes.PATIENCE) == 0
+    assert_same_run(workdir, uninterrupted)
+
+
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """Compile the programs of a run once for all its starts in this process: they are functions of their arguments."""
+    compile_run, made = training._compile, {}
+
+    def compile_once(config, *arguments, **options):
+        key = json.dumps(to_dict(config))
+        if key not in made:
+            made[key] = compile_run(config, *arguments, **options)
+        return made[key]
+
+    monkeypatch.setattr(training, "_compile", compile_once)
+
+
+@contextlib.contextmanager
+def terminated_in(step: int):
+    """Send this process a SIGTERM in the given step of a run."""
+    take = loop._inner_step
+
+    def take_and_terminate(run, state, number):
+        if number == step:
+            signal.raise_signal(signal.SIGTERM)
+        return take(run, state, number)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(loop, "_inner_step", take_and_terminate)
+        yield
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_evaluations_skipped_by_termination_are_run_at_the_next_start(config, tmp_path):
+    """The next start evaluates the restored state, also after the last step."""
+    run = from_dict(load_config(str(config), ["--config.num_steps=4", "--config.eval_every=2"]))
+    with terminated_in(2):
+        assert train(run, tmp_path) == 75
+    assert [line["step"] for line in processes.metrics(tmp_path) if line["kind"] == "eval"] == []
+    with terminated_in(4):
+        assert train(run, tmp_path) == 75
+    assert [line["step"] for line in processes.metrics(tmp_path) if line["kind"] == "eval"] == [2]
+    assert train(run, tmp_path) == 0
+    assert [(line["kind"], line["step"]) for line in processes.metrics(tmp_path)] == [
+        *(("train", 1), ("train", 2), ("eval", 2)),
+        *(("train", 3), ("train", 4), ("eval", 4)),
+    ]
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path):
+    """The run stops with three pending corrections and two outer steps not yet logged, and ends with a final merge."""
+    flags = ["--config.num_steps=8", "--config.outer.fragments=4", "--config.outer.delay=3", "--config.log_every=4"]
+    run = from_dict(load_config(str(config), [*flags, "--config.outer.final_merge=True"]))
+    assert train(run, tmp_path / "one") == 0
+    with terminated_in(6):
+        assert train(run, tmp_path / "two") == 75
+    assert train(run, tmp_path / "two") == 0
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    logged = [line["outer_steps"] for line in processes.metrics(tmp_path / "one") if "round" in line]
+    assert logged == [4, 4]  # one outer step per inner step
+    for weights in processes.weights(tmp_path / "one").values():
+        np.testing.assert_array_equal(weights, np.broadcast_to(weights[:1], weights.shape))
+
+
+def test_restarting_a_complete_run_reports_completion(config, uninterrupted, capsys):
+    assert train(from_dict(load_config(str(config))), uninterrupted) == 0
+    assert "the run is complete (24 steps)" in capsys.readouterr().out
