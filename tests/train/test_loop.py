@@ -329,7 +329,7 @@ def test_a_checkpoint_of_an_island_counts_the_tokens_of_its_executed_steps(tmp_p
 
 
 def test_an_island_counts_the_bytes_of_the_messages_that_were_exchanged(tmp_path, monkeypatch):
-    """Of a message that its partner never had no byte was sent, and others arrive steps later."""
+    """No byte counts of a message that its partner never had; others arrive steps later."""
     sent = [0, 5, 0, 0, 7, 11]
 
     class Exchanging(SlowSync):
