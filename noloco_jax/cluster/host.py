@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_jax.cores import usable_cores
+from noloco_jax.cores import usable_cores, usable_memory
 
 if TYPE_CHECKING:
     from noloco_jax.config import MeshConfig, TrainConfig
@@ -91,12 +91,11 @@ def num_cpu_devices(mesh: "MeshConfig", num_replicas: int, cores: int, num_proce
 
 
 def use_gpu_memory() -> None:
-    """Let this process fill its GPUs, and pin as much of the host's memory as there is for offloaded state.
+    """Let this process fill its GPUs, and pin as much of the host's memory as it may use for offloaded state.
 
     JAX by itself stops at three quarters of a GPU, and at 64 GB of pinned memory. What the environment says of either
     stays. Has no effect on the CPU.
     """
     if not any(os.environ.get(name) for name in _GPU_FRACTION_NAMES):
         os.environ[_GPU_FRACTION_NAMES[0]] = _GPU_FRACTION
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(physical >> 30, 1)))
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(usable_memory() >> 30, 1)))

@@ -105,6 +105,10 @@ def is_finite(state: Any) -> bool:
 
 
 def _is_finite(x: jax.Array) -> bool:
-    if x.sharding.memory_kind == "device" and next(iter(x.devices())).platform != "cpu":
-        return bool(jnp.isfinite(x).all())
-    return bool(np.isfinite(np.asarray(x)).all())  # in the host's memory, which needs no program
+    device = next(iter(x.devices()))
+    if device.platform == "cpu":
+        return bool(np.isfinite(np.asarray(x)).all())  # without a program to compile
+    own = device.default_memory().kind
+    if x.sharding.memory_kind != own:  # offloaded: copied one by one, as the device is faster than the host
+        x = jax.device_put(x, x.sharding.with_memory_kind(own))
+    return bool(jnp.isfinite(x).all())

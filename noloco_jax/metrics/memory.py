@@ -1,6 +1,5 @@
 """Device memory of a run: estimated, from the compiler's memory analysis, and measured."""
 
-import os
 import warnings
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig
+from noloco_jax.cores import usable_memory
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_memory
 from noloco_jax.spmd.losses import activation_bytes, replicas_at_once
@@ -70,7 +70,7 @@ def check_memory(config: TrainConfig, programs: Programs) -> None:
 def device_memory(device: Any) -> int | None:
     """Return a device's memory in bytes, for a CPU device an equal share of the host's; None if it is not reported."""
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+        return usable_memory() // jax.local_device_count()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 

@@ -14,7 +14,7 @@ def offloaded(programs: Programs) -> Programs:
     """Return the programs with the outer state offloaded to pinned host memory between outer steps.
 
     An inner step then needs no more device memory than plain Adam. The outer step deletes the state it has read, as if
-    it were donated.
+    it were donated, once it has started.
     """
     resting_outer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host")),
@@ -45,10 +45,10 @@ def from_rest(program: Callable[..., Any], programs: Programs) -> Callable[..., 
         return program
 
     def run(params: PyTree, outer: OuterState, *others: Any) -> tuple[Any, ...]:
-        fetched = jax.device_put(outer, on_device)
+        params, updated, *results = program(params, jax.device_put(outer, on_device), *others)
+        # A program that cannot start, as for want of memory, has raised by now, and the only copy is still there.
         for x in jax.tree.leaves(outer):
             x.delete()  # frees it before its successor is written; device_put cannot donate across memory kinds
-        params, outer, *results = program(params, fetched, *others)
-        return params, jax.device_put(outer, resting), *results
+        return params, jax.device_put(updated, resting), *results
 
     return run

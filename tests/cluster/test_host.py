@@ -12,7 +12,7 @@ from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from noloco_jax.cluster.host import num_cpu_devices, use_cpu_cores, use_gpu_memory
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
-from noloco_jax.cores import keep_on, usable_cores
+from noloco_jax.cores import keep_on, usable_cores, usable_memory
 from noloco_jax.spmd.background import training_devices
 from support.paths import ROOT
 from support.platforms import EIGHT_CPUS
@@ -148,9 +148,7 @@ def no_limits_set(monkeypatch):
 def test_default_limits_allow_most_gpu_memory_and_all_host_memory(no_limits_set):
     use_gpu_memory()
     assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.92
-    with open("/proc/meminfo") as file:
-        kibibytes = int(file.readline().split()[1])
-    assert int(os.environ[HOST_LIMIT]) == kibibytes // 2**20
+    assert int(os.environ[HOST_LIMIT]) == usable_memory() // 2**30
 
 
 @pytest.mark.parametrize("name", FRACTIONS)
@@ -193,3 +191,22 @@ def test_training_commands_keep_freed_memory_before_importing_threaded_modules(c
         [sys.executable, "-c", IMPORTED_BEFORE_KEEP, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert run.stdout == "[]\n", run.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "text", "expected"),
+    [
+        ("0::/job/step", "sys/fs/cgroup/job/memory.max", "4096", 4096),  # of the group above
+        ("0::/job/step", "sys/fs/cgroup/job/memory.max", "max", None),
+        ("0::/", "sys/fs/cgroup/memory.max", "8192", 8192),  # inside a container
+        ("4:memory:/job", "sys/fs/cgroup/memory/job/memory.limit_in_bytes", "4096", 4096),
+        ("3:cpuset:/job", "sys/fs/cgroup/memory/job/memory.limit_in_bytes", "4096", None),
+    ],
+)
+def test_usable_memory_is_what_the_control_groups_leave_of_the_machines(tmp_path, line, file, text, expected):
+    for path, content in (("proc/self/cgroup", line), (file, text)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content + "\n")
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert usable_memory(tmp_path) == (physical if expected is None else expected)
+    assert usable_memory(tmp_path / "nowhere") == physical

@@ -3,11 +3,13 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.offload import from_rest
 from noloco_jax.spmd.programs import build_programs
 from support import tiny_model
 from support.layouts import some_devices
@@ -34,6 +36,19 @@ def test_the_outer_state_is_in_host_memory_between_outer_steps(num_devices):
         params, outer = programs.outer_step(params, read)
         assert all(x.is_deleted() for x in jax.tree.leaves(read))  # or the host would hold it twice
         assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {jax.devices()[0].default_memory().kind}
+
+
+def test_an_outer_step_that_cannot_start_leaves_the_state_as_it_was():
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=1))
+    programs = compile_programs(config, build_programs(config, make_mesh(config, some_devices(1))), only=[])
+    params, _, outer = programs.init(jax.random.key(0))
+
+    def out_of_memory(params, outer):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        from_rest(out_of_memory, programs)(params, outer)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, outer)))
 
 
 def test_a_method_without_outer_state_has_none_to_offload():
