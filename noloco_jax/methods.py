@@ -130,7 +130,6 @@ def _what(config: Config) -> str:
         "in the order of a hypercube" if outer.order == "hypercube" else "",
         f"as {outer.wire}" if outer.wire not in (None, "float32") else "",
         f"applied {outer.delay} step{'s' if outer.delay > 1 else ''} later" if outer.delay else "",
-        f"moments every {outer.moments} rounds" if outer.moments > 1 else "moments too" if outer.moments else "",
         "merged at the end" if outer.final_merge else "",
     ]
     return "".join(f", {part}" for part in parts if part)
@@ -253,11 +252,11 @@ def _describe_sparseloco(config: Config) -> str:
 
 def _check_sparseloco(config: Config) -> None:
     _check_wire(config)
-    for name in ("delay", "moments"):
-        if value := getattr(config.outer, name):
-            raise UserError(
-                f"outer.{name}={value} goes with dense messages and method='sparseloco' has sparse ones: leave it at 0"
-            )
+    if config.outer.delay:
+        raise UserError(
+            f"outer.delay={config.outer.delay} goes with dense messages and method='sparseloco' has sparse ones: leave "
+            "it at 0"
+        )
 
 
 def _check_wire(config: Config) -> None:
@@ -320,7 +319,7 @@ METHODS: dict[str, Method] = {
             _sparseloco,
             defaults=DEFAULTS["sparseloco"],
             outer_collectives=("all-gather", "collective-permute"),  # the latter (a ring) if replicas are sharded
-            also_unused=("outer.delay", "outer.moments"),
+            also_unused=("outer.delay",),
             baseline={"lr": None},
             equal_after_outer_steps=True,
         ),

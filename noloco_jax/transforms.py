@@ -29,7 +29,7 @@ from noloco_jax.outer.sparseloco import SparseLoCo
 from noloco_jax.outer.step import OuterSteps
 from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
 from noloco_jax.schedule import SyncSchedule
-from noloco_jax.wires import CHUNK, MODULO_BITS, moments_wire
+from noloco_jax.wires import CHUNK, MODULO_BITS
 
 PyTree = Any
 
@@ -91,8 +91,8 @@ def noloco(
       state_dtype: dtype in which slow weights and momentum are kept, float32 or bfloat16 (rounded at random, so that
         small steps are not lost); they are computed in float32. Parameters of float64 or complex numbers keep their
         precision.
-      wire: wire format of messages: "float32"; or "bfloat16", "int8", "int6" or "int4", which quantize to 16, 8, 6 or 4
-        bits a weight (the last three in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then move
+      wire: wire format of messages: "float32"; or "bfloat16", "int8" or "int4", which quantize to 16, 8 or 4
+        bits a weight (the last two in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then move
         by the difference of their quantized messages, so that equal replicas stay equal, the replicas' mean does not
         change, and each replica keeps what is below the format's resolution. For pairs also "modulo4": 4 bits in
         windows that follow the replicas' distance, plus two bytes a block (see `exchange.modulo`); its quantization
@@ -139,11 +139,10 @@ def noloco(
             f"wire={wire!r}, a share of their distance, may drive them apart: use at most {_SAFE_BESIDE_MODULO}",
             stacklevel=2,
         )
-    rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype), of_corrections, cut.origin)
+    rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype), of_corrections)
     steps = OuterSteps(
         rule,
         GroupExchange(pairing, wire_of(wire), axis_name),
-        GroupExchange(pairing, wire_of(moments_wire(wire)), axis_name),
         cut,
         is_late=bool(delay),
         windows=partial(windows_of, cut) if wire in MODULO_BITS else None,
@@ -191,10 +190,8 @@ def diloco(
     cut, schedule = _schedule(sync_every, fragments, delay)
 
     exchange = AllExchange(axis_name)
-    rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype), cut.origin)
-    return outer_optimizer(
-        OuterSteps(rule, exchange, exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name)
-    )
+    rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype))
+    return outer_optimizer(OuterSteps(rule, exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name))
 
 
 def epidemic(
@@ -239,9 +236,7 @@ def epidemic(
         raise ValueError(f"wire={wire!r} is for pairs, which send to each other: use int8")
 
     exchange = NeighbourExchange(neighbours, code, axis_name)
-    return outer_optimizer(
-        OuterSteps(Epidemic(), exchange, exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name)
-    )
+    return outer_optimizer(OuterSteps(Epidemic(), exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name))
 
 
 def sparseloco(
@@ -300,8 +295,8 @@ def sparseloco(
     def sparsify(tree: PyTree) -> PyTree:
         return entries.sparsify(tree, cut.hidden(tree))
 
-    rule = SparseLoCo(outer_lr, error_decay, sparsify, check_state_dtype(state_dtype), cut.origin)
-    return outer_optimizer(OuterSteps(rule, exchange, None, cut), schedule, names_of(axis_name))
+    rule = SparseLoCo(outer_lr, error_decay, sparsify, check_state_dtype(state_dtype))
+    return outer_optimizer(OuterSteps(rule, exchange, cut), schedule, names_of(axis_name))
 
 
 def _schedule(

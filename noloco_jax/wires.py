@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
-BLOCK_BITS = {"int8": 8, "int6": 6, "int4": 4}  # bits a weight; every block also has a scale
+BLOCK_BITS = {"int8": 8, "int4": 4}  # bits a weight; every block also has a scale
 MODULO_BITS = {"modulo4": 4}  # bits a weight; every block also has a window and a check byte
 WIRES = (*FLOAT_BYTES, *BLOCK_BITS, *MODULO_BITS)
 
@@ -44,15 +44,6 @@ def cut_of(shape: tuple[int, ...], largest: int = BLOCK) -> Cut:
     return Cut(rows, count, max(8, -(-rows * length // (8 * count)) * 8))
 
 
-def moments_wire(wire: str) -> str:
-    """Return the wire format of moments for a given wire format of weights.
-
-    Moments of two replicas differ by as much as their own size, too much for modulo windows, which follow a small
-    movement. Block quantization scales with the values sent.
-    """
-    return "int4" if wire in MODULO_BITS else wire
-
-
 def block_bytes(wire: str) -> int:
     """Return the bytes of a full block, including its scale or its window and check byte."""
     if wire in MODULO_BITS:
@@ -63,16 +54,6 @@ def block_bytes(wire: str) -> int:
 def block_of(wire: str) -> int:
     """Return the most weights that are encoded together in a block; 1 for formats without blocks."""
     return BLOCK if wire in BLOCK_BITS or wire in MODULO_BITS else 1
-
-
-def goes_by_shares(wire: str, n: int) -> bool:
-    """Return True if groups of n > 2 send at most as many bytes by averaging shares as by sending whole messages.
-
-    To each of the n − 1 others, averaging shares sends an n-th of the payload and an n-th of the float32 mean; sending
-    whole messages sends the whole payload.
-    """
-    code = block_bytes(wire) / block_of(wire)
-    return code + FLOAT_BYTES["float32"] <= n * code
 
 
 CHUNK = 4096  # elements of a chunk, of which a sparse message keeps the largest

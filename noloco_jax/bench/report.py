@@ -149,8 +149,8 @@ def _step_note(rows: Sequence[VariantResult]) -> str:
         text += (
             f"; share of run: of the outer steps, {' or '.join(dict.fromkeys(map(_how_often, configs)))} inner steps"
         )
-        left_out = [name for name in ("delay", "moments") if any(getattr(config.outer, name) for config in configs)]
-        text += "".join(f", without what outer.{name} adds to them" for name in left_out)
+        if any(config.outer.delay for config in configs):
+            text += ", without what outer.delay adds to them"
     return text
 
 

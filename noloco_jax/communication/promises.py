@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from noloco_jax.communication.report import EVALUATION, Report, bytes_across_replicas, crosses_replicas, operands_text
-from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import format_bytes
 from noloco_jax.methods import Method, method_of
 from noloco_jax.spmd.hlo import Collective, Traffic
 
 _MESSAGE = "collective-permute"  # sent to a partner, who alone waits for it
-_EXCHANGES = ("outer_step", "exchange", "share_moments", "exchange_moments")
+_EXCHANGES = ("outer_step", "exchange")
 
 
 def _may_cross(method: Method, program: str, collective: Collective) -> bool:
@@ -22,8 +21,6 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
     """
     if program in _EXCHANGES:
         return collective.kind in method.outer_collectives
-    if program == "final_merge":
-        return collective.kind == _MESSAGE
     if program != "inner_step":
         return False
     return method.averages_gradients or (collective.kind == _MESSAGE and "stage" in collective.axes)
@@ -44,12 +41,6 @@ _TITLES = {
     "keep": "arrival",
     "moved": "movement",
     "correct_step": "correction",
-    "share_moments": "moments",
-    "send_moments": "moments to send",
-    "exchange_moments": "exchange of moments",
-    "keep_moments": "arrival of moments",
-    "enter_moments": "correction of moments",
-    "final_merge": "final merge",
 }
 
 
@@ -77,24 +68,11 @@ def verdict(report: Report) -> list[str]:
     lines.append(_inner_verdict(report))
     if report.exchanging is not None:
         lines.append(_outer_verdict(report, report.exchanging))
-    lines += [
-        f"{title}: {_crossing([report.traffic[program]]) or 'nothing crosses replica'}"
-        for program, title in _beside_outer_steps(report.config).items()
-        if program in report.traffic
-    ]
     lines.append(f"evaluation: {_crossing([report.traffic[name] for name in EVALUATION]) or 'nothing crosses replica'}")
     if report.mesh_shape["replica"] == 1:
         lines.append(f"the replica axis has one device: all {report.slots} replicas meet in its memory")
     lines += [f"BROKEN PROMISE: {text}" for text in broken_promises(report)]
     return lines
-
-
-def _beside_outer_steps(config: TrainConfig) -> dict[str, str]:
-    """Map the further programs by which replicas meet to what they do and how often."""
-    every = config.outer.moments
-    often = "every outer step" if every == 1 else f"one outer step of a fragment in {every}"
-    moments = f"moments, beside {often}"
-    return {"share_moments": moments, "exchange_moments": moments, "final_merge": "final merge, once a run"}
 
 
 def _batch_verdict(traffic: Traffic) -> str:

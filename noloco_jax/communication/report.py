@@ -29,8 +29,7 @@ class Report:
       parameter_bytes: a replica's parameters on one device, in float32 as they are sent.
       num_pairings: partitions of the replicas that outer steps draw from; 0 for methods without.
       traffic: program -> its collectives: those of `PROGRAMS` that there are; where exchanges run over the hosts
-        "solo", "exchange" and "keep" in the place of "outer_step", and "send_moments", "exchange_moments" and
-        "keep_moments" in the place of "share_moments".
+        "solo", "exchange" and "keep" in the place of "outer_step".
     """
 
     config: TrainConfig
@@ -71,7 +70,7 @@ def inspect_run(
     if is_in_background(config, mesh):
         lowered = lower_background(build_background(config, programs, host_mesh(mesh)), programs)
         beside = {name: program.compile(dict(_options()) or None) for name, program in lowered.items()}
-        only = [name for name in only if name not in ("outer_step", "share_moments")]
+        only = [name for name in only if name != "outer_step"]
     programs = compile_programs(config, programs, only=only, options=_options())
     mesh_shape = dict(programs.mesh.shape)
     params = jax.tree.leaves(programs.state.params)

@@ -5,7 +5,7 @@
 A variant is a name, a method and settings. --methods names those of the methods themselves; the configuration is
 noloco's, ddp and local take it as it is, and diloco has the paper's settings beside it: outer.lr 0.7, outer.momentum
 0.3 without Nesterov, and twice noloco's outer.sync_every. Other methods meet as often as noloco and have their own
-defaults beside it. --variant="often:outer.fragments=8,outer.wire=int6,outer.sync_every=2" adds another of noloco;
+defaults beside it. --variant="often:outer.fragments=8,outer.wire=int4,outer.sync_every=2" adds another of noloco;
 `method=ddp` among its settings makes it one of ddp. `--set=diloco:outer.sync_every=50` sets a field of one variant,
 over all else, and `--vary=outer.sync_every=25,50,100` trains every variant that the field matters to with each value.
 Several --vary train all combinations; `--vary=num_steps/eval_every=600/150,2400/600` varies fields together. A

@@ -247,16 +247,9 @@ class OuterConfig:
         on_resume="must match",
         minimum=0,
     )
-    moments: int = setting(
-        0,
-        "Outer steps of a fragment from one averaging of the inner optimizer's moments to the next; 0: never (with a "
-        "delay 0 must match).",
-        on_resume="may change",
-        minimum=0,
-    )
     final_merge: bool = setting(
         False,
-        "Merge all replicas into the mean of their weights at the end, by log2(num_replicas) rounds of pairs.",
+        "Replace the weights of all replicas by their mean at the end.",
         on_resume="may change",
     )
     neighbours: int | None = setting(

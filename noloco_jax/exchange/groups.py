@@ -1,10 +1,6 @@
 """Averages over groups of replicas.
 
-Both members of a pair send their whole message. In groups of n > 2, all of that size, every member owns a share of the
-message: the others send it their part of that share, and it sends back the mean. That costs as much as a ring,
-2 (n − 1)/n messages, in two rounds of messages instead of 2 (n − 1), and all members receive the same bits. The mean is
-sent as float32. If the quantized message is so short that sending all of it to every member takes fewer bytes, that is
-done instead.
+Every member sends its whole message to every other member.
 """
 
 import functools
@@ -17,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from noloco_jax.exchange.axes import AxisName, ReplicaAxes, checked_axes, names_of, num_parts
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, checked_axes, names_of
 from noloco_jax.exchange.blocks import cuts_or_last, tree_from_blocks, tree_in_blocks
-from noloco_jax.exchange.buckets import bucketing, bucketing_over
+from noloco_jax.exchange.buckets import bucketing_over
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
 from noloco_jax.exchange.wire import Float32, Wire, bytes_of, from_code, to_code
 from noloco_jax.outer.pairing import Pairing, largest_group
-from noloco_jax.wires import goes_by_shares
 
 PyTree = Any
 
@@ -74,9 +69,9 @@ class GroupExchange:
 
     def sent(self, message: PyTree, cuts: PyTree, num_replicas: int, parts: int) -> Callable[[int], int]:
         """See `outer.rule.Exchange`."""
-        del num_replicas
+        del num_replicas, parts
         pairing = self._checked_pairing()
-        each = bytes_of(lambda tree: self._to_each(tree, cuts, parts), message)
+        each = bytes_of(lambda tree: self._to_each(tree, cuts), message)
         in_all = [each * sum(len(group) * (len(group) - 1) for group in groups) for groups in pairing.pool]
         return lambda round: in_all[int(pairing.pool_index(round))]
 
@@ -87,24 +82,14 @@ class GroupExchange:
             )
         return self.pairing
 
-    def _to_each(self, tree: PyTree, cuts: PyTree, parts: int) -> list[Any]:
-        """Return the arrays that a member sends to each other member of its group, over both rounds of messages."""
-        pairing = self._checked_pairing()
-        wire, n = self.wire, largest_group(pairing)
+    def _to_each(self, tree: PyTree, cuts: PyTree) -> list[Any]:
+        """Return the arrays that a member sends to each other member of its group."""
+        wire = self.wire
         if isinstance(wire, Modulo):
             blocks = jax.tree.leaves(tree_in_blocks(tree, cuts))
             windows = [jnp.zeros((*x.shape[:-1], 1), jnp.uint8) for x in blocks]
             return [windows, list(map(wire.encode, blocks, windows))]
-        blocks, kept_dims = to_code(wire, tree, cuts), int(wire.takes_blocks)
-        if not _is_by_shares(pairing, wire):
-            return list(map(wire.encode, jax.tree.leaves(blocks)))
-        pack = jax.tree.leaves if parts > 1 else bucketing(blocks, kept_dims)[0]
-        sent = []
-        for x in pack(blocks):
-            shares = _shares(x, n, kept_dims, parts)
-            code = wire.encode(x if shares is None else shares[0][0])
-            sent += [code] if shares is None else [code, wire.decode(code)]
-        return sent
+        return list(map(wire.encode, jax.tree.leaves(to_code(wire, tree, cuts))))
 
 
 def all_mean_bytes(tree: PyTree, num_replicas: int) -> int:
@@ -205,7 +190,6 @@ class _Meeting:
         sizes, positions, sources = _tables(pairing)
         self._n = int(sizes.max())
         self._equal_sizes = bool((sizes == self._n).all())
-        self._is_by_shares = _is_by_shares(pairing, wire)
         self._routes = [lower(sources[:, k], axes.num_devices, axes.num_slots) for k in range(self._n - 1)]
         replica = axes.replica()
         self._size = jnp.asarray(sizes)[index, replica]
@@ -246,10 +230,6 @@ class _Meeting:
         if self._n == 2:
             mean = self._mean_of_coded_pair(x)
             return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
-        if self._is_by_shares:
-            shares = _shares(x, self._n, int(self._wire.takes_blocks), num_parts())
-            if shares is not None:
-                return self._mean_by_shares(x, *shares)
         return self._mean_of_all(x)
 
     def _from(self, k: int, tree: PyTree) -> PyTree:
@@ -265,27 +245,7 @@ class _Meeting:
         other = self._wire.decode(self._from(1, code))
         return x + ((other - self._wire.decode(code)) / 2).astype(x.dtype)
 
-    def _mean_by_shares(self, x: jax.Array, shares: jax.Array, whole: Any) -> jax.Array:
-        """Average over shares: `shares` is (n, ...), one share a member, and `whole` joins such an array again."""
-        n, own, decode = self._n, self._position, self._wire.decode
-        codes = jax.vmap(self._encoded)(shares)
-
-        def code(member: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(codes, member % n, keepdims=False)
-
-        mine = decode(code(own))
-        # The member k places before this one receives its own share of this replica's message.
-        others = [decode(self._from(k, code(own - k))) for k in range(1, n)]
-        # Every share is summed in the order of members, so that the bits do not depend on how an array is cut.
-        by_member = jnp.take(jnp.stack([mine, *others]), (lax.iota(jnp.int32, n) - own) % n, axis=0)
-        mean = _mean_from(by_member[0], list(by_member[1:]), n)
-        means = jnp.stack([mean, *(self._from(k, mean) for k in range(1, n))])  # of members own, own + 1, ...
-        mean = whole(jnp.take(means, (lax.iota(jnp.int32, n) - own) % n, axis=0))
-        return mean if self._wire.exact else x + (mean - whole(jax.vmap(decode)(codes))).astype(x.dtype)
-
     def _mean_of_all(self, x: jax.Array) -> jax.Array:
-        """Average by sending whole messages to every member: for groups of unequal sizes, for arrays that have no n
-        equal shares, and if that takes fewer bytes."""
         n, decode, code = self._n, self._wire.decode, self._encoded(x)
         by_place = jnp.stack([code, *(self._from(k, code) for k in range(1, n))])  # of members own, own + 1, ...
         # Unused from `_size` on.
@@ -303,35 +263,6 @@ def _mean_from(one: jax.Array, others: Sequence[jax.Array], count: jax.Array | i
     reciprocal.
     """
     return one + functools.reduce(jnp.add, [other - one for other in others]) / count
-
-
-def _is_by_shares(pairing: Pairing, wire: Wire) -> bool:
-    """Return True if members average shares of the message instead of sending whole messages to every member."""
-    n = largest_group(pairing)
-    has_equal_sizes = all(len(group) == n for groups in pairing.pool for group in groups)
-    return n > 2 and has_equal_sizes and goes_by_shares(wire.name, n)
-
-
-def _shares(x: jax.Array, n: int, kept_dims: int, parts: int) -> tuple[jax.Array, Any] | None:
-    """Split `x` into n equal shares (n, ...); return them and the function that joins them, or None if it cannot.
-
-    The last `kept_dims` dimensions, a wire format's blocks, stay whole. An array that the partitioner may shard into
-    `parts` is not raveled: it is cut along a dimension whose parts n divides, and a share takes every n-th element, so
-    that the shares are sharded like the array. Without such a dimension there are no shares.
-    """
-    divided = x.ndim - kept_dims
-    if parts == 1:
-        flat = x.reshape(-1, *x.shape[divided:])
-        padded = jnp.pad(flat, [(0, -len(flat) % n)] + [(0, 0)] * kept_dims)
-        return padded.reshape(n, -1, *flat.shape[1:]), lambda shares: shares.reshape(padded.shape)[: len(flat)].reshape(
-            x.shape
-        )
-    dims = [dim for by in (n * parts, n) for dim, size in enumerate(x.shape[:divided]) if size % by == 0]
-    if not dims:
-        return None
-    dim = dims[0]
-    cut = x.reshape(*x.shape[:dim], -1, n, *x.shape[dim + 1 :])
-    return jnp.moveaxis(cut, dim + 1, 0), lambda shares: jnp.moveaxis(shares, 0, dim + 1).reshape(x.shape)
 
 
 def _tables(pairing: Pairing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -88,7 +88,7 @@ class Blocks:
     float32's normal range are decoded as zero or infinity.
 
     Attributes:
-      name: "int8", "int6" or "int4".
+      name: "int8" or "int4".
     """
 
     name: str

@@ -129,8 +129,7 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         "--catch_up",
         choices=("weights", "whole"),
         help="an island that was away continues from the weights of several others, with fresh moments and a rate that "
-        "rises, or from a whole state, which is four times as large or more (default: weights, unless outer.moments "
-        "are averaged)",
+        "rises, or from a whole state, which is four times as large or more (default: weights)",
     )
     parser.add_argument(
         "--linger",

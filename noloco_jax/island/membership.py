@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.agent import Agent, Healed
 from noloco_jax.islands.entries import known_roster
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.moments_payload import MomentsCodec
 from noloco_jax.islands.partners import partner_in
 from noloco_jax.islands.payload import Codec, codec_of, specs_of
 from noloco_jax.islands.protocol.context import Settings
@@ -38,7 +36,7 @@ from noloco_jax.spmd.first_process import from_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
-from noloco_jax.train.messages import Messages, shares_moments
+from noloco_jax.train.messages import Messages
 from noloco_jax.train.mode import Resumed
 
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
@@ -60,7 +58,7 @@ class Membership:
         schedule of `num_steps`, which rounds and learning rates follow. A message's weight is its number of inner
         steps.
       catch_up: "weights": it catches up from the weights of others, and begins with fresh moments and a rate that
-        rises; "whole": from their whole state. None: weights, unless `outer.moments` are averaged.
+        rises; "whole": from their whole state. None: weights.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
       members: the members as they are known at the start; None: those of the roster.
       listen: the address to listen at; None: that in the roster, see `Server`.
@@ -152,27 +150,19 @@ class Membership:
         )
 
     def takes_whole_state(self, config: TrainConfig) -> bool:
-        """Return whether it catches up from a whole state: moments that are averaged must not begin anew."""
-        return config.outer.moments > 0 if self.catch_up is None else self.catch_up == "whole"
+        """Return whether it catches up from a whole state."""
+        return self.catch_up == "whole"
 
     @staticmethod
     def messages(config: TrainConfig, solo: SoloPrograms) -> Messages:
         """Return the traffic of an island in a round that has a partner."""
-        of_weights = sum(spec.nbytes for spec in specs_of(solo.code))
-        of_moments = sum(spec.nbytes for spec in specs_of(solo.moments.code)) if solo.moments else 0
-
-        def of_outer_step(round: int) -> int:
-            return of_weights + of_moments * shares_moments(config, round)
-
-        return Messages(of_outer_step, of_inner_step=lambda step: 0)
+        size = sum(spec.nbytes for spec in specs_of(solo.code))
+        return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
 
     @staticmethod
     def codec(config: TrainConfig, solo: SoloPrograms) -> Codec:
         """Return the codec of an island's messages. Raises `UserError` as `codec_of`."""
-        codec = codec_of(solo.wire, solo.message, solo.code, solo.cuts)
-        if solo.moments is None:
-            return codec
-        return MomentsCodec(codec, len(jax.tree.leaves(solo.kept)), solo.moments, partial(shares_moments, config))
+        return codec_of(solo.wire, solo.message, solo.code, solo.cuts)
 
     def data_position(self, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
         """Return the data position at `step`, renumbered where the roster was made longer: see `data.renumbered`.
@@ -272,7 +262,6 @@ class Membership:
             compiled,
             place,
             tokens_of_round,
-            partial(shares_moments, config),
             keeps_pace=self.pace == "time",
             processes=processes,
             at_once=self.at_once,

@@ -36,7 +36,7 @@ class IslandMode:
     """
 
     unused: Collection[str] = (  # of them `SoloPrograms` has its own, or an island has no other replica to compare with
-        *("outer_step", "moved", "correct_step", "share_moments", "enter_moments", "final_merge", "merge", "spread"),
+        *("outer_step", "moved", "correct_step", "merge", "spread"),
     )
 
     def __init__(self, member: Membership):

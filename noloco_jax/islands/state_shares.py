@@ -2,7 +2,7 @@
 
 Weights travel as absolute values. A modulo format carries differences alone, and the error of blocks of 4 bits is a
 share of the weights, not of the distance between replicas, which costs perplexity (bench/MEASURED.md): runs with a
-format of fewer than 6 bits send weights in int6.
+format of fewer than 8 bits send weights in int8.
 """
 
 import functools
@@ -28,7 +28,7 @@ _SCALE_BYTES = 2
 
 def state_wire(wire: str) -> str:
     """Return the format in which weights travel to an island that catches up, for a run with that wire format."""
-    return wire if wire in ("float32", "bfloat16", "int8") else "int6"
+    return wire if wire in ("float32", "bfloat16") else "int8"
 
 
 class _Part(NamedTuple):

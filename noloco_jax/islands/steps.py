@@ -45,7 +45,6 @@ class IslandSteps:
       place: a peer's state, whose arrays the first process has -> the state on its devices, with fresh moments where
         only the weights came.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
-      shares_moments: outer step -> True if its message carries the inner optimizer's moments.
       keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
         see `protocol/pace.py`.
       processes: the island's processes.
@@ -64,7 +63,6 @@ class IslandSteps:
         solo: SoloPrograms,
         place: Callable[[Healed], TrainState],
         tokens_of_round: Callable[[int], int],
-        shares_moments: Callable[[int], bool] = lambda round: False,
         *,
         keeps_pace: bool = False,
         processes: Processes | None = None,
@@ -73,7 +71,6 @@ class IslandSteps:
         self.agent, self.processes = agent, processes or OneProcess()
         self._solo, self._place = solo, place
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
-        self._shares_moments = shares_moments
         self.seconds_exposed = 0.0
         self.gave_way = 0.0
         self.is_removed = False
@@ -83,7 +80,6 @@ class IslandSteps:
         self._arrived: list[Correction | Healed] = []  # of the last broadcast, in the first process
         self._cold = 0  # inner steps left with a lower rate
         self._before: PyTree = None  # weights before the inner step, while the rate is lower
-        self._sent_at: dict[int, int] = {}  # round whose message carried moments -> inner steps in all before it
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
         """Prepare an inner step: return the state to take it from, and the steps of the schedule that it stands for.
@@ -134,9 +130,6 @@ class IslandSteps:
             norm = float(norm)  # waits for the step
             with self._exposed():
                 leaves = jax.tree.leaves(kept)
-                if self._solo.moments is not None and self._shares_moments(round):
-                    leaves += jax.tree.leaves(self._solo.moments.send(inner, np.int32(round)))
-                    self._sent_at[round] = self._steps
                 if self.agent is not None:
                     arrays = [np.asarray(x) for x in jax.device_get(leaves)]
                     self.agent.end_round(round, tokens, arrays, norm)
@@ -289,19 +282,13 @@ class IslandSteps:
         """Place a received state on the devices; return it and its number of inner steps."""
         self._worth, self._scheduled = 0.0, 0
         self._cold = 0 if item.whole else WARM_UP_STEPS
-        self._sent_at.clear()
         return self._place(item), item.step
 
     def _corrected(self, state: TrainState, round: int, arrays: Sequence[np.ndarray]) -> TrainState:
         params, inner, outer = state
-        moments = self._solo.moments if self._shares_moments(round) else None
         likes, structure = jax.tree.flatten(self._solo.correction)
-        placed = from_first_process(arrays, [*likes, *jax.tree.leaves(moments and moments.sent)])
-        params, outer = self._solo.enter(params, outer, structure.unflatten(placed[: len(likes)]), np.int32(round))
-        if moments is not None:
-            age = self._steps - self._sent_at.pop(round)
-            correction = jax.tree.unflatten(jax.tree.structure(moments.sent), placed[len(likes) :])
-            inner = moments.enter(inner, correction, np.int32(round), np.int32(age))
+        correction = structure.unflatten(from_first_process(arrays, likes))
+        params, outer = self._solo.enter(params, outer, correction, np.int32(round))
         return TrainState(params, inner, outer)
 
     def _copies(self, arrays: PyTree) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.outer.momentum import Momentum, Origin, initial, kept, moved
+from noloco_jax.outer.momentum import Momentum, initial, kept, moved
 from noloco_jax.outer.rule import Number, added, at, computed, scaled
 
 PyTree = Any
@@ -23,14 +23,12 @@ class DiLoCo:
       outer_momentum: α.
       nesterov: true Nesterov momentum, instead of heavy ball.
       state_dtype: dtype in which φ and δ are kept; they are computed in float32.
-      origin: start index of a device's shard of an array: see `momentum.kept`.
     """
 
     outer_lr: Number
     outer_momentum: Number
     nesterov: bool
     state_dtype: jnp.dtype
-    origin: Origin | None = None
 
     def init(self, params: PyTree) -> Momentum:
         """Slow weights equal to the parameters, no momentum."""
@@ -53,11 +51,11 @@ class DiLoCo:
         momentum = jax.tree.map(lambda delta, m: scaled(alpha, delta) + m, computed(state.momentum), mean)
         step = jax.tree.map(lambda delta, m: scaled(alpha, delta) + m, momentum, mean) if self.nesterov else momentum
         slow = added(computed(state.slow), step)
-        return slow, kept(slow, momentum, self.state_dtype, round, self.origin)
+        return slow, kept(slow, momentum, self.state_dtype, round)
 
     def correct(self, state: Momentum, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, Momentum]:
         """Add c to δ, and c (with Nesterov (1 + α) c) to φ and θ."""
         gain = 1 + at(self.outer_momentum, round) if self.nesterov else 1
         step = jax.tree.map(lambda c: scaled(gain, c), correction)
         slow, momentum = added(computed(state.slow), step), added(computed(state.momentum), correction)
-        return added(computed(theta), step), kept(slow, momentum, self.state_dtype, round, self.origin)
+        return added(computed(theta), step), kept(slow, momentum, self.state_dtype, round)

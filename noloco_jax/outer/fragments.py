@@ -9,7 +9,7 @@ stripe.
 Outer step k = 0, 1, ... exchanges fragment k mod F, and is round k // F of that fragment.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,10 @@ class Fragments:
     Attributes:
       count: F; 1 leaves them whole.
       dimension: path and shape of an array of one replica -> the dimension to cut; None: `smallest_dimension`.
-      origin: start index of a device's shard of an array, if a caller shards replicas by hand (`momentum`).
     """
 
     count: int = 1
     dimension: Dimension | None = None
-    origin: Callable[[tuple, tuple[int, ...]], Sequence[Any]] | None = None
 
     def cuts(self, params: PyTree) -> PyTree:
         """Return the dimension along which each array is cut, a tree like the parameters."""

@@ -1,6 +1,5 @@
 """State of a momentum rule: slow weights and outer momentum, in float32 or stochastically rounded to bfloat16."""
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +10,6 @@ from noloco_jax.draws import ROUNDING, uint32s
 from noloco_jax.outer.rule import compute_dtype
 
 PyTree = Any
-# Path and shape of a device's shard of an array -> its start index along every dimension.
-Origin = Callable[[tuple, tuple[int, ...]], Sequence[Any]]
 STATE_DTYPES = ("float32", "bfloat16")
 
 
@@ -57,28 +54,25 @@ def moved(state: Momentum, theta: PyTree) -> PyTree:
     return jax.tree.map(one, state.slow, state.momentum, theta)
 
 
-def kept(slow: PyTree, momentum: PyTree, state_dtype: jnp.dtype, round: Any, origin: Origin | None = None) -> Momentum:
+def kept(slow: PyTree, momentum: PyTree, state_dtype: jnp.dtype, round: Any) -> Momentum:
     """Convert the state, computed in float32 or wider, to the dtype in which it is kept after a round.
 
     Float32 values are rounded to bfloat16 stochastically: up or down with probabilities that make the expectation
     exact. With rounding to the nearest, a weight that moves less than half a bfloat16 step a round would never move.
-    The draws depend on round, leaf and position alone, so that replicas with equal values keep equal ones on any mesh.
+    The draws depend on round, leaf and position alone, so that replicas with equal values keep equal ones; where a
+    device holds a shard by hand (a pipeline stage), the position is that in the shard.
 
     Args:
-      slow, momentum: φ and δ of one replica, or a device's shard of them.
+      slow, momentum: φ and δ of one replica.
       state_dtype: dtype in which they are kept.
       round: round of the outer step.
-      origin: start index of such a shard; None: arrays are whole.
     """
     leaves, structure = jax.tree.flatten(Momentum(slow, momentum))
-    paths = [path for path, _ in jax.tree.leaves_with_path(slow)] * 2
 
-    def rounded(number: int, path: tuple, x: jax.Array) -> jax.Array:
-        if _kept_dtype(x.dtype, state_dtype) == x.dtype:
-            return x
-        return _stochastic_bfloat16(x, round, number, [0] * x.ndim if origin is None else origin(path, x.shape))
+    def rounded(number: int, x: jax.Array) -> jax.Array:
+        return x if _kept_dtype(x.dtype, state_dtype) == x.dtype else _stochastic_bfloat16(x, round, number)
 
-    return structure.unflatten(map(rounded, range(len(leaves)), paths, leaves))
+    return structure.unflatten(map(rounded, range(len(leaves)), leaves))
 
 
 def _kept_dtype(dtype: jax.typing.DTypeLike, state_dtype: jnp.dtype) -> jnp.dtype:
@@ -87,11 +81,10 @@ def _kept_dtype(dtype: jax.typing.DTypeLike, state_dtype: jnp.dtype) -> jnp.dtyp
     return state_dtype if computed == jnp.float32 else computed
 
 
-def _stochastic_bfloat16(x: jax.Array, round: Any, leaf: int, starts: Sequence[Any]) -> jax.Array:
+def _stochastic_bfloat16(x: jax.Array, round: Any, leaf: int) -> jax.Array:
     position = jnp.zeros(x.shape, jnp.uint32)
-    for dim, start in enumerate(starts):  # a constant multiplier, since a device's sizes are those of its shard
-        along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.asarray(start).astype(jnp.uint32)
-        position = position * np.uint32(0x9E3779B1) + along
+    for dim in range(x.ndim):
+        position = position * np.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
     noise = uint32s(0, ROUNDING, round, leaf, position) & np.uint32(0xFFFF)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & np.uint32(0xFFFF0000)
     truncated = jax.lax.bitcast_convert_type(bits, jnp.float32)

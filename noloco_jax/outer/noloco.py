@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.outer.momentum import Momentum, Origin, initial, kept, moved
+from noloco_jax.outer.momentum import Momentum, initial, kept, moved
 from noloco_jax.outer.rule import Number, added, at, computed, scaled
 
 PyTree = Any
@@ -26,7 +26,6 @@ class NoLoCo:
       state_dtype: dtype in which φ and δ are kept; they are computed in float32.
       of_corrections: accumulate only corrections in the momentum: φ ← φ + αδ + mean(m) − γφ; δ ← αδ + mean(m) − m. The
         corrections of a group sum to zero, so that the replicas' mean moves as without momentum.
-      origin: start index of a device's shard of an array: see `momentum.kept`.
     """
 
     outer_lr: Number
@@ -34,7 +33,6 @@ class NoLoCo:
     consensus: Number
     state_dtype: jnp.dtype
     of_corrections: bool = False
-    origin: Origin | None = None
 
     def init(self, params: PyTree) -> Momentum:
         """Slow weights equal to the parameters, no momentum."""
@@ -57,9 +55,9 @@ class NoLoCo:
         step = jax.tree.map(lambda before, m, phi: before + (m - scaled(gamma, phi)), carried, mean, slow)
         momentum = added(carried, jax.tree.map(jnp.subtract, mean, message)) if self.of_corrections else step
         slow = added(slow, step)
-        return slow, kept(slow, momentum, self.state_dtype, round, self.origin)
+        return slow, kept(slow, momentum, self.state_dtype, round)
 
     def correct(self, state: Momentum, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, Momentum]:
         """Add c to δ, φ and θ."""
         slow, momentum = added(computed(state.slow), correction), added(computed(state.momentum), correction)
-        return added(computed(theta), correction), kept(slow, momentum, self.state_dtype, round, self.origin)
+        return added(computed(theta), correction), kept(slow, momentum, self.state_dtype, round)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.outer.momentum import Origin, initial, kept
+from noloco_jax.outer.momentum import initial, kept
 from noloco_jax.outer.rule import Number, added, at, computed, scaled
 
 PyTree = Any
@@ -48,14 +48,12 @@ class SparseLoCo:
       error_decay: β.
       sparsify: Q(TOP-k(x)) of a tree of one replica's arrays, of their shapes and dtypes.
       state_dtype: dtype in which φ and e are kept; they are computed in float32.
-      origin: start index of a device's shard of an array: see `momentum.kept`.
     """
 
     outer_lr: Number
     error_decay: Number
     sparsify: Callable[[PyTree], PyTree]
     state_dtype: jnp.dtype
-    origin: Origin | None = None
 
     def init(self, params: PyTree) -> Feedback:
         """Return slow weights equal to the parameters and zero error."""
@@ -80,15 +78,13 @@ class SparseLoCo:
         """φ ← φ + α mean(Δ̂); θ ← φ; e is the rest."""
         del message
         slow = added(computed(state.slow), self._step(mean, round))
-        return slow, Feedback(*kept(slow, mean.rest, self.state_dtype, round, self.origin))
+        return slow, Feedback(*kept(slow, mean.rest, self.state_dtype, round))
 
     def correct(self, state: Feedback, theta: PyTree, correction: Split, round: Any) -> tuple[PyTree, Feedback]:
         """Add α c to φ and θ."""
         step = self._step(correction, round)
         slow = added(computed(state.slow), step)
-        return added(computed(theta), step), Feedback(
-            *kept(slow, computed(state.error), self.state_dtype, round, self.origin)
-        )
+        return added(computed(theta), step), Feedback(*kept(slow, computed(state.error), self.state_dtype, round))
 
     def _step(self, message: Split, round: Any) -> PyTree:
         return jax.tree.map(lambda x: scaled(at(self.outer_lr, round), x), message.sent)

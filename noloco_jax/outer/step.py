@@ -50,7 +50,6 @@ class OuterSteps:
     Attributes:
       rule: update of a replica, applied to the fragment alone.
       exchange: averaging of messages over the group.
-      moments: averaging of the inner optimizer's moments over the group; None where there is none.
       fragments: cut of the parameters into fragments.
       is_late: make `step` the solo step, and apply the group's mean in `correct`.
       windows: (parameters, dimension along which fragments cut each) -> initial `OuterState.windows`; None for an
@@ -59,7 +58,6 @@ class OuterSteps:
 
     rule: Rule
     exchange: Exchange
-    moments: Exchange | None
     fragments: Fragments
     is_late: bool = False
     windows: Callable[[PyTree, PyTree], PyTree] | None = None
@@ -139,12 +137,6 @@ class OuterSteps:
         part, rule = self._part(params, state, number)
         theta, rule = self.rule.correct(rule, computed(part), correction, own_round(number, self.fragments.count))
         return theta, self._with(params, state, rule, number)
-
-    def meet_moments(self, moments: PyTree, number: Any, movement: PyTree, cuts: PyTree) -> PyTree:
-        """Average a fragment of the inner optimizer's moments over the group of outer step `number`."""
-        if self.moments is None:
-            raise ValueError("sparseloco averages no moments: it sends the top entries of a step")
-        return self.moments(moments, pairing_round(number, self.fragments.count), movement, None, cuts)[0]
 
     def part(self, params: PyTree, number: Any) -> PyTree:
         """Return the fragment of outer step `number` from a tree like the parameters."""

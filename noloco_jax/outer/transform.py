@@ -10,8 +10,7 @@ import optax
 from jax.custom_batching import custom_vmap
 
 from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.misuse import check_params, check_surroundings
-from noloco_jax.outer.moments import Moments, factored_in, moments_of
+from noloco_jax.outer.misuse import check_params
 from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype, compute_dtype
 from noloco_jax.outer.step import OuterSteps, Outgoing
 from noloco_jax.schedule import SyncSchedule
@@ -32,11 +31,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       rule: update of a replica in an outer step.
       schedule: when outer steps are due.
       fragments: cut of the parameters into fragments.
-      average_moments: (inner optimizer's state, params, state) -> inner optimizer's state with the moments of the next
-        outer step's fragment averaged over its group: to be called just before that `step`.
-      exchange, moments: averaging of a fragment of the parameters, and of the inner optimizer's moments; None: of none.
-      share_moments: (fragment of a tree, number of the outer step, movement of its numbers, dimension of every array
-        along which wire formats cut blocks) -> the mean over that step's group, for the inner optimizer's moments.
+      exchange: averaging of a fragment of the parameters.
       solo: (params, state) -> (params, state, Outgoing): `step` without the exchange, which follows elsewhere or later.
       correction: (Outgoing, number of the outer step) -> (correction, windows): the exchange by itself.
       keep: (state, correction, windows, number) -> state that holds the correction for `correct`; for a delay.
@@ -51,9 +46,6 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     schedule: SyncSchedule
     fragments: Fragments
     exchange: Exchange
-    moments: Exchange | None
-    share_moments: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
-    average_moments: Callable[[PyTree, PyTree, OuterState], PyTree]
     solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
     correction: Callable[[Outgoing, Any], tuple[PyTree, PyTree]]
     keep: Callable[[OuterState, PyTree, PyTree, Any], OuterState]
@@ -146,7 +138,6 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
                 "sync is set, and with a delay the update uses its step counter: leave sync out, or call step and "
                 "correct"
             )
-        check_surroundings()
         check(params, state)
         state = state._replace(count=jnp.asarray(optax.safe_increment(state.count)))
         if sync is not None and not sync:
@@ -189,16 +180,6 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
             updates, held = _if_due(i < due, land, updates, round + i, held)
         return updates, state._replace(round=state.round + due, rule=held[0], windows=held[1])
 
-    def average_moments_fn(inner_state: PyTree, params: PyTree, state: OuterState) -> PyTree:
-        check_params(params, axis_names)
-        if not jax.tree.leaves(moments_of(inner_state, params)):
-            raise ValueError(
-                "the inner state has no array of a parameter's path and shape: give the state of an optimizer with "
-                "moments, and the tree of params that it was made for"
-            )
-        moments = Moments(params, steps.fragments, steps.meet_moments, factored=factored_in(inner_state))
-        return moments.share(inner_state, shared(state.round))
-
     def moved_fn(params: PyTree, state: OuterState) -> jax.Array:
         return steps.moved(params, state._replace(round=shared(state.round)))
 
@@ -212,9 +193,6 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         schedule=schedule,
         fragments=steps.fragments,
         exchange=steps.exchange,
-        moments=steps.moments,
-        share_moments=steps.meet_moments,
-        average_moments=average_moments_fn,
         solo=solo_fn,
         correction=steps.correction,
         keep=steps.keep,

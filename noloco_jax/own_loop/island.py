@@ -52,7 +52,7 @@ from noloco_jax.train.messages import Messages
 PyTree = Any
 # Fields of the rule that all versions tell; later ones are no difference at their defaults.
 _SCHEDULES = ("outer_lr", "outer_momentum", "consensus")  # numbers, or functions of the round
-_FIRST_FIELDS = (*_SCHEDULES, "state_dtype", "of_corrections", "origin")
+_FIRST_FIELDS = (*_SCHEDULES, "state_dtype", "of_corrections")
 
 
 class Island:

@@ -20,7 +20,7 @@ import numpy as np
 from noloco_jax.config import OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import defaults_of
-from noloco_jax.wires import MODULO_BITS, WIRES, block_bytes, block_of, goes_by_shares
+from noloco_jax.wires import MODULO_BITS, WIRES, block_bytes, block_of
 
 METHODS = {"fsdp": "FSDP", "ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo"}
 OUTER_METHODS = ("diloco", "noloco")
@@ -143,18 +143,14 @@ def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Return the bytes that a replica sends in NoLoCo's outer step, on average, and its seconds (`exchange.groups`).
 
     A replica sends a message of a fragment's V bytes to each other member of its group, in turn. A modulo format sends
-    two, one after the other: the first agrees on the windows of the second. In groups of n > 2, all of that size, an
-    n-th of the message goes to each member and the float32 means of a share come back, if that is less. A replica of
-    the remainder group sends to fewer.
+    two, one after the other: the first agrees on the windows of the second. A replica of the remainder group sends to
+    fewer.
     """
     size, (n, replicas) = _message_bytes(setting, setting.wire, fragments), (setting.group_size, setting.replicas)
     windows = setting.latency if setting.wire in MODULO_BITS else 0.0
     if setting.islands:
         return size, windows + ISLAND_HOPS * setting.latency + _transfer(setting, size)
     rest = replicas % n
-    if n > 2 and rest == 0 and goes_by_shares(setting.wire, n):
-        sent = (n - 1) * (size + _message_bytes(setting, "float32", fragments)) / n  # there and back
-        return sent, 2 * (n - 1) * setting.latency + _transfer(setting, sent)
     others = ((replicas - rest) * (n - 1) + rest * (rest - 1)) / replicas
     return others * size, (n - 1) * (windows + setting.latency + _transfer(setting, size))
 

@@ -21,14 +21,13 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import has_delay
-from noloco_jax.outer.moments import Moments, moments_of
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.compile import without_cache
 from noloco_jax.spmd.offload import from_rest
-from noloco_jax.spmd.programs import Programs, build_moments, build_outer, of_moments, outer_axes, over_mesh
+from noloco_jax.spmd.programs import Programs, build_outer, outer_axes, over_mesh
 from noloco_jax.spmd.sharding import SLOT
 
 PyTree = Any
@@ -84,23 +83,6 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 
 @dataclass(frozen=True)
-class MomentsPrograms:
-    """The programs that average the inner optimizer's moments beside an outer step; `keep` donates the inner state.
-
-    Attributes:
-      send: (inner, number of the outer step) -> what is averaged of the moments, on the run's devices.
-      exchange: (what is averaged, number) -> correction, on the hosts.
-      keep: (inner, correction, number) -> inner, on the run's devices: `Programs.enter_moments` applies the correction.
-      sent: shapes and shardings of what is averaged, and of a correction, on the run's devices.
-    """
-
-    send: Callable[..., Any]
-    exchange: Callable[..., Any]
-    keep: Callable[..., Any]
-    sent: PyTree
-
-
-@dataclass(frozen=True)
 class BackgroundPrograms:
     """The programs of an outer step in three parts; the first and the last donate their arguments.
 
@@ -112,7 +94,6 @@ class BackgroundPrograms:
       outgoing: shapes and shardings of an Outgoing on the run's devices.
       arriving: shapes and shardings of a correction and windows there.
       hosts: the mesh of the exchange.
-      moments: programs for the inner optimizer's moments; None if they are not averaged.
     """
 
     solo: Callable[..., Any]
@@ -121,7 +102,6 @@ class BackgroundPrograms:
     outgoing: Outgoing
     arriving: tuple[PyTree, PyTree]
     hosts: Mesh
-    moments: MomentsPrograms | None
 
 
 def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> BackgroundPrograms:
@@ -163,46 +143,7 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
     )
     _, _, outgoing = jax.eval_shape(solo, params, state)
     outgoing = _placed(outgoing, mesh, outgoing_specs)
-    moments = build_moments(config, outer, params)
-    return BackgroundPrograms(
-        solo,
-        exchange,
-        keep,
-        outgoing,
-        (outgoing.message, outgoing.windows),
-        hosts,
-        moments and _build_moments(moments, programs, hosts),
-    )
-
-
-def _build_moments(moments: Moments, programs: Programs, hosts: Mesh) -> MomentsPrograms:
-    mesh, inner = programs.mesh, programs.state.inner
-    inner_specs = jax.tree.map(lambda x: x.sharding.spec, inner)
-    specs = jax.tree.map(lambda x: x.sharding.spec, moments_of(inner.correction, programs.state.params))
-    send = over_mesh(
-        mesh,
-        partial(of_moments, moments.sent),
-        in_specs=(inner_specs, P()),
-        out_specs=specs,
-        out_shardings=sharding.shardings(mesh, specs),
-    )
-    exchange = over_mesh(
-        hosts,
-        partial(of_moments, moments.correction),
-        in_specs=(specs, P()),
-        out_specs=specs,
-        out_shardings=sharding.shardings(hosts, specs),
-    )
-    keep = over_mesh(
-        mesh,
-        partial(of_moments, moments.keep),
-        in_specs=(inner_specs, specs, P()),
-        out_specs=inner_specs,
-        out_shardings=sharding.shardings(mesh, inner_specs),
-        donate=(0,),
-    )
-    sent = jax.eval_shape(send, inner, jax.ShapeDtypeStruct((), jnp.int32))
-    return MomentsPrograms(send, exchange, keep, _placed(sent, mesh, specs))
+    return BackgroundPrograms(solo, exchange, keep, outgoing, (outgoing.message, outgoing.windows), hosts)
 
 
 def _placed(shapes: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
@@ -213,24 +154,17 @@ def _placed(shapes: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
 
 def lower_background(background: BackgroundPrograms, programs: Programs) -> dict[str, jax.stages.Lowered]:
     """Lower the programs for the run's shapes, by their names."""
-    params, inner, outer = programs.state
+    params, _, outer = programs.state
     number = jax.ShapeDtypeStruct((), jnp.int32)
 
     def on_hosts(sent: PyTree) -> PyTree:
         return _placed(sent, background.hosts, jax.tree.map(lambda x: x.sharding.spec, sent))
 
-    lowered = {
+    return {
         "solo": background.solo.lower(params, outer),
         "exchange": background.exchange.lower(on_hosts(background.outgoing), number),
         "keep": background.keep.lower(params, outer, *background.arriving, number),
     }
-    if (moments := background.moments) is not None:
-        lowered |= {
-            "send_moments": moments.send.lower(inner, number),
-            "exchange_moments": moments.exchange.lower(on_hosts(moments.sent), number),
-            "keep_moments": moments.keep.lower(inner, moments.sent, number),
-        }
-    return lowered
 
 
 def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
@@ -238,10 +172,7 @@ def compile_background(background: BackgroundPrograms, programs: Programs) -> Ba
     with without_cache():  # which must not hold the programs of the hosts, and the others are small
         compiled = {name: program.compile() for name, program in lower_background(background, programs).items()}
     solo, keep = (from_rest(compiled[name], programs) for name in ("solo", "keep"))
-    moments = background.moments
-    if moments is not None:
-        moments = replace(moments, **{name: compiled[f"{name}_moments"] for name in ("send", "exchange", "keep")})
-    return replace(background, solo=solo, keep=keep, exchange=compiled["exchange"], moments=moments)
+    return replace(background, solo=solo, keep=keep, exchange=compiled["exchange"])
 
 
 class HostExchange:
@@ -266,38 +197,21 @@ class HostExchange:
         """Return the outer steps whose corrections have not been taken, in order."""
         return sorted(self._under_way)
 
-    def begin(self, outgoing: Outgoing, moments: PyTree, number: int) -> None:
-        """Exchange what the solo step of outer step `number` sends, as soon as it is computed.
+    def begin(self, outgoing: Outgoing, number: int) -> None:
+        """Exchange what the solo step of outer step `number` sends, as soon as it is computed."""
+        self._under_way[number] = self._thread.submit(self._exchange, outgoing, np.int32(number))
 
-        Args:
-          outgoing: of the weights.
-          moments: what `MomentsPrograms.send` returned; None if this outer step does not average them.
-          number: the outer step.
-        """
-        self._under_way[number] = self._thread.submit(self._exchange, outgoing, moments, np.int32(number))
-
-    def take(self, number: int) -> tuple[tuple[PyTree, PyTree], PyTree]:
-        """Wait for outer step `number`; return its correction and windows, and the moments' correction or None.
-
-        They are on the run's devices.
-        """
-        arrived, of_moments = jax.block_until_ready(self._under_way.pop(number).result())
-        arrived = self._on_devices(arrived, self._background.arriving)
-        if of_moments is None:
-            return arrived, None
-        assert self._background.moments is not None
-        return arrived, self._on_devices(of_moments, self._background.moments.sent)
+    def take(self, number: int) -> tuple[PyTree, PyTree]:
+        """Wait for outer step `number`; return its correction and windows, on the run's devices."""
+        arrived = jax.block_until_ready(self._under_way.pop(number).result())
+        return self._on_devices(arrived, self._background.arriving)
 
     def close(self) -> None:
         """End the thread after it has dispatched every exchange that was begun."""
         self._thread.shutdown()
 
-    def _exchange(self, outgoing: Outgoing, moments: PyTree, number: np.int32) -> Any:
-        arrived = self._background.exchange(self._on_hosts(outgoing), number)
-        if moments is None:
-            return arrived, None
-        assert self._background.moments is not None
-        return arrived, self._background.moments.exchange(self._on_hosts(moments), number)
+    def _exchange(self, outgoing: Outgoing, number: np.int32) -> Any:
+        return self._background.exchange(self._on_hosts(outgoing), number)
 
     def _on_hosts(self, tree: PyTree) -> PyTree:
         hosts = self._background.hosts

@@ -23,10 +23,7 @@ from noloco_jax.cores import usable_cores
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs
 
-PROGRAMS = (
-    *("share_batch", "inner_step", "outer_step", "moved", "correct_step", "share_moments", "enter_moments"),
-    *("final_merge", "evaluate", "merge", "spread"),
-)
+PROGRAMS = (*("share_batch", "inner_step", "outer_step", "moved", "correct_step", "evaluate", "merge", "spread"),)
 FIRST_WEIGHTS = "init"  # the program that draws random initial weights
 
 
@@ -57,9 +54,6 @@ def compile_programs(
         "outer_step": (params, outer),
         "moved": (params, outer),
         "correct_step": (params, outer),
-        "share_moments": (inner, jax.ShapeDtypeStruct((), jnp.int32)),
-        "enter_moments": (inner, jax.ShapeDtypeStruct((), jnp.int32)),
-        "final_merge": (params,),
         "evaluate": (params, programs.batch),
         "merge": (params,),
         "spread": (params,),

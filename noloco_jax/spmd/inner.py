@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from noloco_jax.config import InnerConfig, ModelConfig, TrainConfig
-from noloco_jax.methods import has_delay
+from noloco_jax.config import InnerConfig, TrainConfig
 from noloco_jax.model.kind import Path, muons
-from noloco_jax.outer.moments import with_late_moments
 from noloco_jax.spmd.muon import muon
 
 PyTree = Any
@@ -71,16 +69,7 @@ def at_step(state: PyTree, step: int) -> PyTree:
 
 def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Build the optimizer that `inner.optimizer` names, for clipped float32 gradients of one replica."""
-    is_late = config.outer.moments > 0 and has_delay(config)
-    return with_late_moments(_own_optimizer(config.model, config.inner, config.num_steps), is_late)
-
-
-def moment_decays(inner: InnerConfig) -> dict[str, float]:
-    """Map the names of moments in the optimizer's state to their decays in an inner step."""
-    return {"mu": inner.b1, "nu": inner.b2, "trace": inner.momentum}
-
-
-def _own_optimizer(model: ModelConfig, inner: InnerConfig, num_steps: int) -> optax.GradientTransformation:
+    model, inner, num_steps = config.model, config.inner, config.num_steps
     schedule = learning_rate(inner, num_steps)
     if inner.optimizer != "muon":
         return _adam(inner, schedule)

@@ -19,15 +19,13 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.exchange.axes import AxisName
 from noloco_jax.exchange.groups import all_mean
-from noloco_jax.exchange.merge import mean_by_pairs
 from noloco_jax.methods import method_of
 from noloco_jax.model.kind import check_kind, init_params
-from noloco_jax.outer.moments import Moments
 from noloco_jax.outer.rule import OuterState, computed
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
-from noloco_jax.spmd.inner import inner_optimizer, moment_decays
+from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
 from noloco_jax.spmd.sharding import REPLICAS, SLOT
 from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processes
@@ -78,12 +76,7 @@ class Programs:
         outer steps, and if the outer state is offloaded.
       correct_step: (params, outer at rest) -> (params, outer at rest) with the oldest pending correction applied; None
         without a delay.
-      share_moments: (inner, number) -> inner with the moments averaged over the group of that outer step, or with a
-        delay the correction kept; None if moments are not shared.
-      enter_moments: (inner, number) -> inner with the kept correction of that outer step applied to the moments, if
-        there is one; None without a delay, and if moments are not shared.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
-      final_merge: params -> params, every replica the mean, by rounds of pairs; None unless the run ends with it.
       merge: params -> params, every replica the mean, by an all-reduce.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
       share_batch: parts -> batch, from the device of each replica that was given it (`shared_batch`); None if every
@@ -103,10 +96,7 @@ class Programs:
     outer_step: Callable[..., Any] | None
     moved: Callable[..., jax.Array] | None
     correct_step: Callable[..., Any] | None
-    share_moments: Callable[..., Any] | None
-    enter_moments: Callable[..., Any] | None
     evaluate: Callable[..., Any]
-    final_merge: Callable[..., PyTree] | None
     merge: Callable[..., PyTree]
     spread: Callable[..., jax.Array]
     share_batch: Callable[[jax.Array], Batch] | None
@@ -179,26 +169,6 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         out_shardings=(one_value, one_value),
     )
 
-    def moments_program(act):
-        """Compile a function (inner, number) -> inner of `Moments`."""
-        return compiled(
-            partial(of_moments, act),
-            in_specs=(specs.inner, P()),
-            out_specs=specs.inner,
-            out_shardings=on_mesh.inner,
-            donate=(0,),
-        )
-
-    moments = None if outer is None else build_moments(config, outer, shapes.params)
-    final_merge = None
-    if outer is not None and config.outer.final_merge:
-        final_merge = compiled(
-            jax.vmap(partial(mean_by_pairs, axis_name=REPLICAS), axis_name=SLOT),
-            in_specs=(specs.params,),
-            out_specs=specs.params,
-            out_shardings=on_mesh.params,
-            donate=(0,),
-        )
     batch_shape = (config.num_replicas, config.data.batch_size, config.data.sequence_length)
     sequences = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
     names = ["input_ids", "labels", *(["segment_ids"] if config.data.document_mask else [])]
@@ -221,9 +191,6 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         moved=moved,
         correct_step=outer_program(outer and outer.correct),
         evaluate=evaluate,
-        share_moments=moments and moments_program(moments.share),
-        enter_moments=moments_program(moments.enter) if moments and moments.delay else None,
-        final_merge=final_merge,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
         spread=jax.jit(partial(_spread, config.model), out_shardings=one_value),
         share_batch=share_program(mesh, names) if shares_batches else None,
@@ -266,27 +233,6 @@ def outer_axes(outer: OuterOptimizer) -> OuterState:
     state = jax.eval_shape(outer.init, jnp.zeros([]))  # one parameter stands for all: a prefix of every state
     axes: Any = optax.tree.map_params(outer, lambda _: 0, state, transform_non_params=lambda _: None)
     return axes
-
-
-def build_moments(config: TrainConfig, outer: OuterOptimizer, params: PyTree) -> Moments | None:
-    """Return the averaging of the inner optimizer's moments; None if the run does not average them.
-
-    Args:
-      config: the run.
-      outer: its outer optimizer.
-      params: shapes of the parameters of all replicas.
-    """
-    if not config.outer.moments:
-        return None
-    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-    fragments = sharding.fragments_of(config.model, config.outer.fragments)
-    return Moments(of_one, fragments, outer.share_moments, config.outer.delay, moment_decays(config.inner))
-
-
-def of_moments(act: Callable[..., Any], *arguments: Any) -> Any:
-    """Apply a method of `Moments` to a device's slots; its last argument, the outer step, is common to all."""
-    *trees, number = arguments
-    return jax.vmap(lambda *one: act(*one, number), axis_name=SLOT)(*trees)
 
 
 def _from_params(

@@ -69,22 +69,7 @@ def hidden_dimension(model: ModelConfig, path: tuple, shape: tuple[int, ...]) ->
 @functools.cache  # equal cuts are the same object, so that programs that depend on one compile once
 def fragments_of(model: ModelConfig, count: int) -> Fragments:
     """Return a cut of the parameters into `count` fragments along their hidden dimensions."""
-    return Fragments(count, functools.partial(hidden_dimension, model), functools.partial(stage_origin, model))
-
-
-def stage_origin(model: ModelConfig, path: tuple, shape: tuple[int, ...]) -> list[Any]:
-    """Return the start index of a stage's part of one replica's array, along every dimension.
-
-    Args:
-      model: its model.
-      path: path of the parameter.
-      shape: shape of the part.
-    """
-    if "stage" not in jax.sharding.get_abstract_mesh().manual_axes:
-        return [0] * len(shape)
-    stage = jax.lax.axis_index("stage")
-    spec = parameter_spec(model, path)
-    return [stage * size if "stage" in _names(names) else 0 for size, names in zip(shape, spec, strict=True)]
+    return Fragments(count, functools.partial(hidden_dimension, model))
 
 
 def check_fragments(model: ModelConfig, count: int, mesh_shape: Mapping[str, int]) -> None:

@@ -14,42 +14,16 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import TrainConfig
 from noloco_jax.exchange import windows
 from noloco_jax.exchange.modulo import Modulo
-from noloco_jax.exchange.wire import Wire, to_code, wire_of
-from noloco_jax.outer.moments import Moments
+from noloco_jax.exchange.wire import Wire, to_code
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd.offload import from_rest
-from noloco_jax.spmd.programs import Programs, build_moments, build_outer, of_moments, outer_axes, shardings_of
+from noloco_jax.spmd.programs import Programs, build_outer, outer_axes, shardings_of
 from noloco_jax.spmd.sharding import SLOT
 from noloco_jax.spmd.shared_batch import spans_processes
-from noloco_jax.wires import moments_wire
 
 PyTree = Any
-
-
-@dataclass(frozen=True)
-class SoloMoments:
-    """Programs that average the inner optimizer's moments beside a solo step; `enter` donates the inner state.
-
-    Attributes:
-      send: (inner, number of the outer step) -> (code, sent): the moments' code, and what it encodes, None if the code
-        is exact.
-      change: (sent, mean) -> correction of one replica: see `Moments.change`.
-      enter: (inner, correction, number, age) -> inner, `age` inner steps after outer step `number`.
-      code: shapes and dtypes of the code.
-      sent: shapes and dtypes of what it encodes, and of a correction, once compiled also its shardings.
-      wire: the form in which moments travel.
-      cuts: the dimension of every array of one replica along which the code's blocks lie.
-    """
-
-    send: Callable[..., tuple[PyTree, PyTree]]
-    change: Callable[[PyTree, PyTree], PyTree]
-    enter: Callable[..., PyTree]
-    code: PyTree
-    sent: PyTree
-    wire: Wire
-    cuts: PyTree
 
 
 @dataclass(frozen=True)
@@ -68,7 +42,6 @@ class SoloPrograms:
       wire: the form in which messages travel.
       cuts: the dimension of every array of a replica's message along which the code's blocks lie.
       kept: shapes and dtypes of what is kept of a message.
-      moments: programs for the inner optimizer's moments; None if they are not averaged.
     """
 
     step: Callable[..., tuple[PyTree, OuterState, PyTree, jax.Array]]
@@ -79,7 +52,6 @@ class SoloPrograms:
     wire: Wire | Modulo
     cuts: PyTree
     kept: PyTree
-    moments: SoloMoments | None
 
 
 def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
@@ -92,12 +64,8 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     outer = build_outer(config, SLOT)
     params, _, state = programs.state
     assert outer is not None and state is not None
-    moments = build_moments(config, outer, params)
     whole = NamedSharding(programs.mesh, P()) if spans_processes(programs.mesh) else None
-    return replace(
-        solo_of(outer, params, state, whole),
-        moments=moments and _build_moments(moments, wire_of(moments_wire(config.outer.wire)), programs, whole),
-    )
+    return solo_of(outer, params, state, whole)
 
 
 def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState, whole: Any = None) -> SoloPrograms:
@@ -131,34 +99,6 @@ def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState, whole: Any
         wire=wire,
         cuts=cuts,
         kept=kept,
-        moments=None,
-    )
-
-
-def _build_moments(moments: Moments, wire: Any, programs: Programs, whole: Any) -> SoloMoments:
-    inner, number = programs.state.inner, jax.ShapeDtypeStruct((), jnp.int32)
-    sent = jax.eval_shape(partial(of_moments, moments.sent), inner, number)
-    cuts = moments.cuts(sent)
-
-    def send(inner: PyTree, number: jax.Array) -> tuple[PyTree, PyTree]:
-        sent = of_moments(moments.sent, inner, number)
-        code = jax.vmap(lambda one: jax.tree.map(wire.encode, to_code(wire, one, cuts)))(sent)
-        return code, None if wire.exact else sent
-
-    def enter(inner: PyTree, correction: PyTree, number: jax.Array, age: jax.Array) -> PyTree:
-        return of_moments(
-            lambda inner, one, number: moments.corrected(inner, one, number, age), inner, correction, number
-        )
-
-    code, _ = jax.eval_shape(send, inner, number)
-    return SoloMoments(
-        send=jax.jit(send, out_shardings=whole),
-        change=moments.change,
-        enter=jax.jit(enter, donate_argnums=0, out_shardings=shardings_of(inner)),
-        code=code,
-        sent=sent,
-        wire=wire,
-        cuts=cuts,
     )
 
 
@@ -168,17 +108,11 @@ def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
     round = jax.ShapeDtypeStruct((), jnp.int32)
     step = solo.step.lower(params, outer).compile()  # type: ignore[attr-defined]
     enter = solo.enter.lower(params, outer, solo.correction, round).compile()  # type: ignore[attr-defined]
-    if (moments := solo.moments) is not None:
-        inner = programs.state.inner
-        send = moments.send.lower(inner, round).compile()  # type: ignore[attr-defined]
-        late = moments.enter.lower(inner, moments.sent, round, round).compile()  # type: ignore[attr-defined]
-        moments = replace(moments, send=send, enter=late, sent=_as_taken(moments.sent, late, 1))
     return replace(
         solo,
         step=from_rest(step, programs),
         enter=from_rest(enter, programs),
         correction=_as_taken(solo.correction, enter, 2),
-        moments=moments,
     )
 
 

@@ -117,7 +117,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         bytes_merging = 0
         if is_last:
             state = sync.finish(state, step)
-            bytes_merging = 0 if run.programs.final_merge is None else run.messages.of_final_merge()
+            bytes_merging = run.messages.of_final_merge()
         log.remember(step, stride, metrics, waited, outer_steps, bytes_merging, sync.bytes_sent())
         _report_news(run, step, log)
 

@@ -7,7 +7,6 @@ Replicas that share a device send nothing, so the count is what they would send 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,11 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.exchange.groups import all_mean_bytes
-from noloco_jax.exchange.merge import merge_bytes
 from noloco_jax.methods import method_of, schedule_of
-from noloco_jax.outer.moments import LateMoments, Moments
 from noloco_jax.outer.rule import computed
-from noloco_jax.schedule import own_round, pairing_round
+from noloco_jax.schedule import pairing_round
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.routing import routed_bytes
@@ -39,7 +36,7 @@ class Messages:
     A replica that is alone in a round sends nothing, and data between the stages of one replica is not counted.
 
     Attributes:
-      of_outer_step: round (0, 1, ...) -> bytes of weights and, if they are shared in it, of moments.
+      of_outer_step: outer step (0, 1, ...) -> bytes of weights.
       of_inner_step: step (1, 2, ...) -> bytes of gradients, or of micro-batches sent to another replica's stage.
       of_final_merge: () -> bytes.
     """
@@ -72,7 +69,7 @@ def messages_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> Messages:
     # An abstract mesh has no devices and serves for shapes alone.
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     state = build_programs(config, mesh, shares_batches=False).state
-    params, inner = _of_one_stage(state.params, mesh), _of_one_stage(state.inner, mesh)
+    params = _of_one_stage(state.params, mesh)
     method = method_of(config)
 
     def per_replica(of_one_stage: int, of_all_stages: int = 0) -> Bytes:
@@ -93,13 +90,12 @@ def messages_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> Messages:
     parts = math.prod(size for axis, size in sizes.items() if axis not in sharding.MANUAL_AXES)
     part = jax.eval_shape(lambda tree: cut.part(computed(tree), cut.cuts(tree), jnp.int32(0)), params)
     of_weights = outer.exchange.sent(part, cut.hidden(part), num_replicas, parts)
-    of_moments = _moments_sent(outer, cut, params, inner, num_replicas, parts) if config.outer.moments else None
-    merge = per_replica(merge_bytes(params, num_replicas)) if config.outer.final_merge else 0
+    merge = (
+        per_replica(all_mean_bytes(jax.eval_shape(computed, params), num_replicas)) if config.outer.final_merge else 0
+    )
 
     def of_outer_step(number: int) -> Bytes:
-        round = pairing_round(number, fragments)
-        weights = per_replica(of_weights(round))
-        return weights + per_replica(of_moments(round)) if of_moments and shares_moments(config, number) else weights
+        return per_replica(of_weights(pairing_round(number, fragments)))
 
     return Messages(of_outer_step, of_inner_step, lambda: merge)
 
@@ -114,23 +110,6 @@ def _of_one_stage(tree: PyTree, mesh: Any) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def _moments_sent(
-    outer: Any, cut: Any, params: PyTree, inner: PyTree, num_replicas: int, parts: int
-) -> Callable[[int], int]:
-    """Map a round to the bytes that all replicas together send of their moments."""
-    counted: list[Callable[[int], int]] = []
-
-    def exchange(sent: PyTree, number: Any, movement: PyTree, cuts: PyTree) -> PyTree:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sent)
-        assert outer.moments is not None
-        counted.append(outer.moments.sent(shapes, cuts, num_replicas, parts))
-        return sent
-
-    own = inner.inner if isinstance(inner, LateMoments) else inner
-    jax.eval_shape(partial(Moments(params, cut, exchange).share, number=jnp.int32(0)), own)
-    return counted[0]
-
-
 def may_send_in_inner_steps(config: TrainConfig) -> bool:
     """Return True if replicas may exchange anything in an inner step."""
     return method_of(config).averages_gradients or config.mesh.stage > 1
@@ -140,12 +119,6 @@ def num_outer_steps(config: TrainConfig) -> int:
     """Return the outer steps of the whole run; 0 for methods without."""
     schedule = schedule_of(config)
     return schedule.total(config.num_steps) if schedule else 0
-
-
-def shares_moments(config: TrainConfig, round: int) -> bool:
-    """Return True if outer step `round` also averages the inner optimizer's moments."""
-    every = config.outer.moments
-    return method_of(config).has_outer_steps and every > 0 and own_round(round, config.outer.fragments) % every == 0
 
 
 def num_pairings(config: TrainConfig) -> int:

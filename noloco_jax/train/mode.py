@@ -114,7 +114,7 @@ class WholeRun(Mode):
         self._background = None
         if is_in_background(config, programs.mesh):
             self._background = build_background(config, programs, host_mesh(programs.mesh))
-            self.unused = ("outer_step", "share_moments")
+            self.unused = ("outer_step",)
         return messages_of(config, programs.mesh.shape)
 
     def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:

@@ -19,7 +19,6 @@ from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.outer.pairing import Round
 from noloco_jax.spmd.background import BackgroundPrograms, HostExchange
 from noloco_jax.spmd.programs import Programs, TrainState
-from noloco_jax.train.messages import shares_moments
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,9 @@ class CollectiveSync(Sync):
         if self._programs.correct_step is not None:
             assert state.outer is not None
             state = self._apply_corrections(state, int(state.outer.round))
-        if self._programs.final_merge is None:
+        if self._schedule is None or not self._config.outer.final_merge:
             return state
-        return state._replace(params=self._programs.final_merge(state.params))
+        return state._replace(params=self._programs.merge(state.params))
 
     def groups(self, number: int) -> Round | None:
         return method_of(self._config).groups(self._config, number)
@@ -154,8 +153,6 @@ class CollectiveSync(Sync):
             state = self._kept(state, number)
             params, outer = self._programs.correct_step(state.params, state.outer)
             state = state._replace(params=params, outer=outer)
-            if self._programs.enter_moments is not None:
-                state = state._replace(inner=self._programs.enter_moments(state.inner, np.int32(number)))
         return state
 
     def _outer_steps(self, state: TrainState, count: int) -> tuple[TrainState, OuterSteps | None]:
@@ -174,11 +171,7 @@ class CollectiveSync(Sync):
     def _outer_step(self, state: TrainState, number: int) -> TrainState:
         assert self._programs.outer_step is not None
         params, outer = self._programs.outer_step(state.params, state.outer)
-        inner = state.inner
-        if shares_moments(self._config, number):
-            assert self._programs.share_moments is not None
-            inner = self._programs.share_moments(inner, np.int32(number))
-        return TrainState(params, inner, outer)
+        return state._replace(params=params, outer=outer)
 
     def _kept(self, state: TrainState, number: int) -> TrainState:
         """Return the state with the correction of outer step `number` stored; here the outer step has stored it."""
@@ -215,11 +208,7 @@ class BackgroundSync(CollectiveSync):
 
     def _outer_step(self, state: TrainState, number: int) -> TrainState:
         params, outer, outgoing = self._background.solo(state.params, state.outer)
-        moments = None
-        if shares_moments(self._config, number):
-            assert self._background.moments is not None
-            moments = self._background.moments.send(state.inner, np.int32(number))
-        self._exchange.begin(outgoing, moments, number)
+        self._exchange.begin(outgoing, number)
         return state._replace(params=params, outer=outer)
 
     def _kept(self, state: TrainState, number: int) -> TrainState:
@@ -227,14 +216,10 @@ class BackgroundSync(CollectiveSync):
             return state  # it was stored before a save
         jax.block_until_ready(state.params)  # the time before this is training, not waiting
         started = time.perf_counter()
-        (correction, windows), of_moments = self._exchange.take(number)
+        correction, windows = self._exchange.take(number)
         self._waited += time.perf_counter() - started
         params, outer = self._background.keep(state.params, state.outer, correction, windows, np.int32(number))
-        inner = state.inner
-        if of_moments is not None:
-            assert self._background.moments is not None
-            inner = self._background.moments.keep(inner, of_moments, np.int32(number))
-        return TrainState(params, inner, outer)
+        return state._replace(params=params, outer=outer)
 
     def _seconds_waited(self) -> float:
         waited, self._waited = self._waited, 0.0

@@ -41,7 +41,7 @@ def test_the_command_prints_json_for_the_devices_asked_for(config_file, devices,
     assert devices == {"jax_platforms": "cpu", "jax_num_cpu_devices": 3}
     values = json.loads(capsys.readouterr().out)
     assert values["mesh"] == {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}
-    optional = {"share_batch", "correct_step", "share_moments", "enter_moments", "final_merge"}
+    optional = {"share_batch", "correct_step"}
     assert set(values["programs"]) == set(PROGRAMS) - optional
     sent = values["programs"]["outer_step"]["bytes_across_replicas"]
     assert sent == {"least": 4 * numel(1), "most": 4 * numel(1)} and values["broken_promises"] == []

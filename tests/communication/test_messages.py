@@ -64,7 +64,7 @@ def permuted(hlo: str, devices_a_replica: int) -> dict[str, int]:
     ("num_replicas", "outer", "mesh"),
     [
         (5, {}, {}),
-        (5, {"group_size": 3, "wire": "int6"}, {}),
+        (5, {"group_size": 3, "wire": "int8"}, {}),
         (4, {"wire": "int4"}, {"stage": 2}),
         (3, {}, {"stage": 2}),
     ],

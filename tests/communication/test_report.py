@@ -133,14 +133,14 @@ def test_the_verdict_says_that_the_bytes_of_a_shard_are_those_of_one_device():
 @pytest.mark.parametrize(
     ("num_replicas", "group_size", "wire"),
     [
-        *((4, 2, wire) for wire in ("float32", "bfloat16", "int6", "modulo4")),
+        *((4, 2, wire) for wire in ("float32", "bfloat16", "int4", "modulo4")),
         (4, 4, "float32"),
         (4, 4, "int8"),
         (8, 8, "int8"),
     ],
 )
 def test_a_replica_sends_the_bytes_that_its_run_reports(num_replicas, group_size, wire):
-    """Cover whole messages, shards and all-to-all; a group's shard is of the whole bucket."""
+    """Every member of a group sends its whole message to each other."""
     report = report_of("noloco", num_replicas, num_replicas, OUTER, group_size, wire=wire)
     reported = messages_of(report.config, report.mesh_shape)
     assert sent(report, "outer_step") == (reported.of_outer_step(0),) * 2
@@ -150,7 +150,7 @@ def test_a_replica_sends_the_bytes_that_its_run_reports(num_replicas, group_size
 @pytest.mark.parametrize(
     ("mesh", "group_size", "wire"),
     [
-        ({"fsdp": 2}, 2, "int6"),
+        ({"fsdp": 2}, 2, "int8"),
         ({"fsdp": 2}, 4, "float32"),
         ({"tensor": 2}, 3, "int8"),
         ({"fsdp": 2, "tensor": 2}, 2, "int4"),
@@ -193,11 +193,6 @@ def test_replicas_that_share_a_device_send_at_most_the_devices_block():
     assert broken_promises(report) == []
 
 
-def test_a_group_of_three_sends_two_thirds_out_and_two_thirds_back():
-    report = report_of("noloco", 3, num_devices=3, group_size=3, only=OUTER)
-    assert sent(report, "outer_step") == (4 * 4 * math.ceil(numel(1) / 3),) * 2
-
-
 @pytest.mark.parametrize(
     ("model", "inside"),
     [(TINY, {}), (TINY, {"fsdp": 2}), (MODEL, {"tensor": 2})],
@@ -208,16 +203,6 @@ def test_stages_send_to_the_next_stage_of_other_replicas_and_nothing_else(model,
     assert across(report, "inner_step") == {"collective-permute": {("replica", "stage")}}
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
     assert broken_promises(report) == []
-
-
-def test_the_verdict_names_the_bytes_of_moments_and_of_the_final_merge():
-    """Adam has two moments of the parameters' size; four replicas merge in two rounds of pairs."""
-    report = report_of("noloco", 4, num_devices=4, only=PROGRAMS, more={"moments": 2, "final_merge": True})
-    whole = format_bytes(2 * 4 * numel(1))
-    assert [line for line in verdict(report) if line.startswith(("moments", "final merge"))] == [
-        f"moments, beside one outer step of a fragment in 2: over replica collective-permute {whole}",
-        f"final merge, once a run: over replica collective-permute {whole}",
-    ]
 
 
 def test_diloco_reduces_over_all_replicas_in_outer_steps():

@@ -99,7 +99,7 @@ def test_a_warmup_that_varies_by_itself_gets_separate_laws(config_file, tmp_path
 
 
 def test_no_law_is_fitted_over_intervals_that_bring_another_wire_format_with_them(config_file, tmp_path):
-    vary = "outer.sync_every/outer.wire=1/int4,2/int6,4/int8,8/float32"
+    vary = "outer.sync_every/outer.wire=1/int4,2/int4,4/int8,8/float32"
     plan = plan_of(config_file, methods=["ddp", "noloco"], vary=vary)
     for run in plan.runs:
         above = num_meetings(run.config) ** -0.5 if run.variant.method == "noloco" else 0.0

@@ -202,7 +202,6 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"method": "epidemic", "outer": {"offload": True}}, ["outer.offload=True", "method='epidemic'"]),
             ({"method": "sparseloco", "outer": {"wire": "int8"}}, ["outer.wire='int8'", "method='sparseloco'"]),
             ({"method": "sparseloco", "outer": {"delay": 1}}, ["outer.delay=1", "method='sparseloco'", "at 0"]),
-            ({"method": "sparseloco", "outer": {"moments": 2}}, ["outer.moments=2", "method='sparseloco'", "at 0"]),
             ({"method": "local", "outer": {"offload": True}}, ["outer.offload=True", "method='local'"]),
             ({"keep_period": 700, "checkpoint_every": 500}, ["keep_period=700", "checkpoint_every=500"]),
             ({"num_microbatches": 3}, ["data.batch_size=8", "num_microbatches=3"]),

@@ -86,7 +86,7 @@ def test_pairs_apply_exactly_opposite_corrections_from_their_rounded_weights(lay
     ],
 )
 def test_larger_groups_apply_corrections_towards_the_mean_of_rounded_weights(layout, groups, wire):
-    """Members exchange shards, or everything if sizes differ or messages are short; leaves fill no whole blocks."""
+    """Leaves fill no whole blocks."""
     trees = random_tree(0, 6) | {"blocks": np.random.default_rng(1).normal(size=(6, 333)).astype(np.float32)}
     means = exchange(trees, wire, groups, layout)
     for name, x in trees.items():
@@ -95,15 +95,13 @@ def test_larger_groups_apply_corrections_towards_the_mean_of_rounded_weights(lay
         np.testing.assert_allclose(means[name], x + correction, rtol=1e-5, atol=1e-6)
 
 
-# Wires in blocks differ in their bits, and in that groups of eight average shares in int8 and int6, and send whole
-# messages in int4. Sizes 3 and 7 divide inexactly.
+# Sizes 3 and 7 divide inexactly.
 @pytest.mark.parametrize(
     ("group_size", "wire"),
     [
         *((size, wire) for size in (2, 3, 4, 7, 8) for wire in ("float32", "bfloat16")),
         *((size, "int4") for size in (2, 3, 4, 7)),
         *((size, "int8") for size in (3, 8)),
-        *((size, "int6") for size in (7, 8)),
     ],
 )
 def test_equal_replicas_keep_their_values_through_every_wire(group_size, wire):
@@ -177,16 +175,7 @@ def test_packed_numbers_fill_their_bits_and_unpack_unchanged(bits):
     np.testing.assert_array_equal(unpack(packed, bits), numbers)
 
 
-@every_rounding_wire
-def test_float64_digits_beyond_the_wires_precision_are_kept(wire):
-    with jax.enable_x64(True):
-        x = 1 + 1e-12 * np.arange(8.0)[:, None] * np.ones(70)
-        means = exchange(x, wire)
-        assert means.dtype == np.float64
-        np.testing.assert_array_equal(means, x)
-
-
-@pytest.mark.parametrize(("wire", "operand"), [("bfloat16", "u16[13]"), ("int6", "u8[4,8]"), ("int4", "u8[4,6]")])
+@pytest.mark.parametrize(("wire", "operand"), [("bfloat16", "u16[13]"), ("int8", "u8[4,10]"), ("int4", "u8[4,6]")])
 def test_all_weights_go_in_one_message_of_the_wires_payload_size(wire, operand):
     """Three rows of 4 weights and one of 1: 13 of bfloat16; a block of 8 for each row, with two bytes of scale."""
     params = random_tree(0, 8)

@@ -219,7 +219,7 @@ def test_the_norm_of_a_windowed_message_is_correct_and_not_finite_with_a_nan():
     assert not np.isfinite(broken.read(0).norm)
 
 
-@pytest.mark.parametrize("name", ["int6", "modulo4"])
+@pytest.mark.parametrize("name", ["int8", "modulo4"])
 def test_a_message_takes_as_many_bytes_as_in_one_program(name):
     config = config_of(name)
     of_island = Membership.messages(config, programs_of(config, 1)[1])
@@ -231,7 +231,7 @@ def test_islands_on_different_meshes_send_the_same_bits():
     """Quantization blocks divide whole arrays, not a device's shards."""
     sent = []
     for count in (1, 2):
-        programs, solo = programs_of(config_of("int6", fsdp=count), count)
+        programs, solo = programs_of(config_of("int8", fsdp=count), count)
         state = programs.init(draws.key(0))
         assert state.outer is not None
         sent.append(jax.device_get(solo.step(state.params, state.outer)[2]))

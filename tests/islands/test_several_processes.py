@@ -32,9 +32,8 @@ def trained(config: Path, folder: Path, *arguments: str, size: int, devices: int
 
 
 def test_an_island_of_two_processes_trains_bitwise_like_one_of_two_devices(config, tmp_path):
-    """Corrections cover weights and moments of two fragments; at the end both islands are merged into their mean."""
+    """Corrections cover two fragments; at the end both islands are merged into their mean."""
     arguments = ["--config.num_steps=12", "--config.checkpoint_every=12", "--config.outer.fragments=2", "--linger=100"]
-    arguments += ["--config.outer.moments=1"]
     arguments += ["--config.outer.final_merge=True", "--config.outer.wire=modulo4"]
     over_two = trained(config, tmp_path / "over_two", *arguments, size=2, devices=1)
     alone = trained(config, tmp_path / "alone", *arguments, size=1, devices=2)

@@ -60,7 +60,7 @@ def test_a_whole_state_is_transferred_exactly():
 
 @pytest.mark.parametrize(
     ("wire", "bytes_", "error"),
-    [("float32", 4, 0), ("bfloat16", 2, 2**-8), ("int8", 1, 1 / 254), ("modulo4", 0.75, 1 / 62)],
+    [("float32", 4, 0), ("bfloat16", 2, 2**-8), ("int8", 1, 1 / 254), ("modulo4", 1, 1 / 254)],
 )
 def test_weights_take_the_bytes_of_their_wire_format_within_its_error(wire, bytes_, error):
     one = state(0)
@@ -96,14 +96,13 @@ def test_the_share_with_a_non_finite_value_is_detected(wire, value):
     assert len(bad) == 1
 
 
-def test_weights_are_sent_in_int6_where_the_wire_format_has_fewer_bits():
-    assert [state_wire(wire) for wire in ("float32", "bfloat16", "int8", "int6", "int4", "modulo4")] == [
+def test_weights_are_sent_in_int8_where_the_wire_format_has_fewer_bits():
+    assert [state_wire(wire) for wire in ("float32", "bfloat16", "int8", "int4", "modulo4")] == [
         "float32",
         "bfloat16",
         "int8",
-        "int6",
-        "int6",
-        "int6",
+        "int8",
+        "int8",
     ]
 
 

@@ -179,25 +179,6 @@ def test_a_drift_below_the_wires_resolution_still_accumulates(wire):
 
 
 @every_rule
-def test_float64_and_complex_leaves_keep_their_precision(rule):
-    with jax.enable_x64(True):
-        tree = {
-            "double": 1 + 1e-12 * np.arange(8.0)[:, None],
-            "complex": np.arange(8.0)[:, None] * (1 + 2j),
-        }
-        outer = rule.make(8, "replica")
-        state = jax.vmap(outer.init)(jax.tree.map(jnp.asarray, tree))
-        theta = jax.tree.map(lambda x: jnp.asarray(x) + x[:1], tree)
-        params, state = jax.jit(jax.vmap(outer.step, axis_name="replica"))(theta, state)
-        for name, x in tree.items():
-            assert params[name].dtype == state.rule.slow[name].dtype == x.dtype
-            parts = (np.real, np.imag) if np.iscomplexobj(x) else (np.real,)
-            for part in parts:
-                phi, _ = rule.step(part(np.asarray(theta[name])), part(x), 0 * part(x), groups_of(8, 0))
-                np.testing.assert_allclose(part(np.asarray(params[name])), phi, rtol=1e-14, atol=1e-14)
-
-
-@every_rule
 def test_learning_rate_and_momentum_may_be_schedules_over_rounds(rule):
     """A schedule that gives the table's numbers in round 1 alone."""
 

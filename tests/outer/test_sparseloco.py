@@ -230,11 +230,6 @@ def test_out_of_range_settings_are_refused_by_name(settings, complaint):
         nj.sparseloco(**settings)
 
 
-def test_complex_parameters_are_refused():
-    with pytest.raises(TypeError, match="sparseloco rounds real numbers and the parameters hold complex64"):
-        TopEntries(64).sparsify(jnp.zeros(8, jnp.complex64))
-
-
 def test_entries_of_one_size_run_under_debug_nans():
     """None of them is larger than the mean; not compiled, as `jax_debug_nans` runs a program that found a NaN."""
     x = jnp.array([2.0, -2.0, 2.0, -2.0, 2.0, -2.0, 2.0, -2.0])

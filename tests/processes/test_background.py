@@ -11,7 +11,6 @@ pytestmark = pytest.mark.timeout(900)
 
 LATE = (
     *("--config.num_steps=24", "--config.outer.delay=3", "--config.outer.fragments=2"),
-    "--config.outer.moments=1",
     "--config.checkpoint_every=8",
 )
 

@@ -1,7 +1,7 @@
 """Outer steps of one configuration in every mode of use: an own loop, one program, islands.
 
-In the place of inner steps, noise moves every replica's weights, and moments where they are averaged: the same in every
-mode, so that only outer steps can tell modes apart.
+In the place of inner steps, noise moves every replica's weights: the same in every mode, so that only outer steps can
+tell modes apart.
 """
 
 import dataclasses
@@ -17,15 +17,12 @@ from flax import nnx
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.model.kind import init_params, stacked, weight
-from noloco_jax.outer.moments import LateMoments, moments_of
 from noloco_jax.outer.step import Late
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import compile_programs
-from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
 from noloco_jax.spmd.sharding import fragments_of
-from noloco_jax.train.messages import shares_moments
 from noloco_jax.train.sync import BackgroundSync, CollectiveSync, Sync
 from support import tiny_model
 from support.initial import initial_state
@@ -70,21 +67,14 @@ def own_loop(config: TrainConfig) -> PyTree:
     make_outer, schedule = method_of(config).outer_optimizer, schedule_of(config)
     assert make_outer is not None and schedule is not None
     outer = make_outer(config, "replica", fragments_of(config.model, config.outer.fragments))
-    update, average_moments = (
-        jax.jit(jax.vmap(one, axis_name="replica"), compiler_options=OPTIONS)
-        for one in (outer.update, outer.average_moments)
-    )
+    update = jax.jit(jax.vmap(outer.update, axis_name="replica"), compiler_options=OPTIONS)
     params: Any = init_params(config.model, jax.random.key(0))
     params = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], config.num_replicas, 0), params)
     state: Any = jax.vmap(outer.init)(params)
-    inner = jax.vmap(inner_optimizer(config).init)(params)
     for step in range(1, config.num_steps + 1):
-        inner = _moved_moments(inner, params, step)
-        if schedule.due(step) and shares_moments(config, int(state.round[0])):
-            inner = average_moments(inner, params, state)
         updates, state = update(_noise(params, step), state, params)
         params = jax.tree.map(np.add, params, updates)
-    return _compared(config, TrainState(params, inner, state))
+    return _compared(config, TrainState(params, (), state))
 
 
 def one_program(config: TrainConfig, mesh: MeshConfig) -> PyTree:
@@ -122,9 +112,9 @@ def programs_of(config: TrainConfig) -> Programs:
     """Build the programs of a configuration's mesh, and compile those of its outer steps."""
     sizes = [getattr(config.mesh, axis) for axis in ("replica", "stage", "fsdp", "tensor")]
     mesh = make_mesh(config, some_devices(math.prod(sizes)))
-    exchanging = () if is_in_background(config, mesh) else ("outer_step", "share_moments")
+    exchanging = () if is_in_background(config, mesh) else ("outer_step",)
     with jax.numpy_rank_promotion("allow"):
-        needed = (*exchanging, "correct_step", "enter_moments")
+        needed = (*exchanging, "correct_step")
         return compile_programs(config, build_programs(config, mesh), only=needed, options=OPTIONS)
 
 
@@ -150,13 +140,7 @@ def trained(config: TrainConfig, programs: Programs, sync: Sync, settle_at: int 
 def pushed(config: TrainConfig, state: TrainState, step: int, rows: slice = slice(None)) -> TrainState:
     """Return the state after an inner step by noise, of some of the replicas."""
     params = jax.tree.map(lambda x, noise: np.asarray(x) + noise, state.params, _noise(state.params, step, rows))
-    state = state._replace(params=jax.device_put(params, shardings_of(state.params)))
-    if not config.outer.moments:
-        return state
-    if isinstance(state.inner, LateMoments):
-        moved = _moved_moments(state.inner.inner, state.params, step)
-        return state._replace(inner=state.inner._replace(inner=moved))
-    return state._replace(inner=_moved_moments(state.inner, state.params, step, rows))
+    return state._replace(params=jax.device_put(params, shardings_of(state.params)))
 
 
 def _noise(tree: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
@@ -170,22 +154,9 @@ def _noise(tree: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
     return structure.unflatten([one(number, x.shape[1:]) for number, x in enumerate(leaves)])
 
 
-def _moved_moments(inner: PyTree, params: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
-    """Add noise to the moments and take the absolute value, as second ones are never negative."""
-    moments = moments_of(inner, params)
-
-    def moved(x: Any, noise: np.ndarray) -> Any:
-        return jax.device_put(np.abs(np.asarray(x) + noise), x.sharding)
-
-    of_path = dict(jax.tree.leaves_with_path(jax.tree.map(moved, moments, _noise(moments, step, rows))))
-    return jax.tree.map_with_path(lambda path, x: of_path.get(path, x), inner)
-
-
 def _compared(config: TrainConfig, state: TrainState) -> PyTree:
-    """Return what is equal in all modes: weights, the rule's state of a replica, and moments if they are averaged."""
+    """Return what is equal in all modes: weights and the rule's state of a replica."""
     assert state.outer is not None
     rule = state.outer.rule.rule if isinstance(state.outer.rule, Late) else state.outer.rule
-    inner = state.inner.inner if isinstance(state.inner, LateMoments) else state.inner
-    moments = moments_of(inner, state.params) if config.outer.moments else None
-    kept = {"params": state.params, "rule": [x for x in jax.tree.leaves(rule) if x.ndim > 1], "moments": moments}
+    kept = {"params": state.params, "rule": [x for x in jax.tree.leaves(rule) if x.ndim > 1]}
     return jax.tree.map(np.asarray, jax.device_get(kept))

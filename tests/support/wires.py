@@ -38,7 +38,6 @@ def _in_blocks(bits: int) -> Callable[[np.ndarray], np.ndarray]:
 ROUNDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bfloat16": _bfloat16,
     "int8": _in_blocks(8),
-    "int6": _in_blocks(6),
     "int4": _in_blocks(4),
 }
-BITS = {"int8": 8, "int6": 6, "int4": 4}  # of those in blocks
+BITS = {"int8": 8, "int4": 4}  # of those in blocks

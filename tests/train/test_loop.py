@@ -31,7 +31,7 @@ class Programs:
     def __init__(self, nan_at: int | None, lost_at: int | None):
         self._nan_at, self._lost_at = nan_at, lost_at
 
-    outer_step = correct_step = share_moments = enter_moments = final_merge = moved = None
+    outer_step = correct_step = moved = None
 
     def inner_step(self, params: Any, inner: Any, batch: Any, step: np.int32) -> Any:
         loss = jnp.asarray([jnp.nan if step == self._nan_at else float(step)])
@@ -98,6 +98,7 @@ class Result:
         damaged_at=None,
         totals=NOTHING,
         peak=None,
+        merging=0,
         config=CONFIG,
         exchanges=None,
     ):
@@ -113,7 +114,7 @@ class Result:
             run |= {"programs": Programs(nan_at, lost_at), "batches": Batches(damaged_at), "stop": recorder}
             run |= {
                 "totals": totals,
-                "messages": Messages(lambda _: 100, lambda step: step, lambda: 10**6),
+                "messages": Messages(lambda _: 100, lambda step: step, lambda: merging),
                 "peak_flops_per_second": peak,
             }
             run |= {"checkpoints": recorder, "progress": Progress(6, console=Console(quiet=True))}
@@ -207,8 +208,7 @@ def test_totals_continue_from_the_checkpoint(tmp_path, monkeypatch):
 
 def test_the_last_line_includes_the_bytes_of_the_final_merge(tmp_path, monkeypatch):
     without = Result(tmp_path / "without", monkeypatch)
-    monkeypatch.setattr(Programs, "final_merge", lambda self, params: params)
-    merged = Result(tmp_path / "merged", monkeypatch)
+    merged = Result(tmp_path / "merged", monkeypatch, merging=10**6)
     sent, sent_merged = ([line["bytes_sent_total"] for line in each.lines] for each in (without, merged))
     assert sent_merged == [*sent[:-1], sent[-1] + 10**6]
 
