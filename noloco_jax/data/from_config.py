@@ -20,7 +20,7 @@ from noloco_jax.data.source import GOLDEN_STEP, EncodeTexts, Source, SourceOptio
 from noloco_jax.data.text import TextSource, piece_bytes
 from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
-from noloco_jax.storage.addresses import addressed_like, is_remote
+from noloco_jax.storage.addresses import is_remote
 
 if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
@@ -118,7 +118,6 @@ def open_source(
     """Open the source of a configuration that has one, whose fields are those of `group` in error messages."""
     if not config.path:
         raise UserError(f'{group}.path is "": name the folder or file with the training data')
-    config = replace(config, validation_path=addressed_like(config.validation_path, config.path))
     if config.kind != "c4" and config.validation_path and _same_place(config.path, config.validation_path):
         raise UserError(
             f"{group}.validation_path={config.validation_path!r} is {group}.path: give other data, or leave it empty "
@@ -235,6 +234,4 @@ def _check_apart(training: Mapping[str, Source], validation: Mapping[str, Source
 
 
 def _real(file: str) -> str:
-    if not is_remote(file):
-        return os.path.realpath(file)
-    return addressed_like(file, file.partition("://")[0] + "://")
+    return file if is_remote(file) else os.path.realpath(file)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from noloco_jax.data.identity import FileState, file_state, file_states
 from noloco_jax.data.reading import DamagedFileError
 from noloco_jax.errors import UserError
-from noloco_jax.storage.addresses import LARGEST_BLOCK, is_remote, path_or_file
+from noloco_jax.storage.addresses import is_remote, path_or_file
 from noloco_jax.storage.retries import with_retries
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _ROWS_PER_BATCH = 128
 _COLUMN_BUFFER_BYTES = 1 << 20  # without it pyarrow holds whole row groups in memory
+_REMOTE_BUFFER_BYTES = 1 << 23
 _FOOTERS_AT_ONCE = 16
 _USUAL_TEXT_COLUMN = "text"  # beside tokens it holds their source, not other documents
 _DECODED_FOOTERS = 128  # kept in memory, where a row group takes 2 kB, however many streams read the file
@@ -68,7 +69,7 @@ def _open(path: str) -> "pq.ParquetFile":
     import pyarrow.parquet as pq
 
     footer = _decoded_footer(*file_state(path))
-    buffer_bytes = LARGEST_BLOCK if is_remote(path) else _COLUMN_BUFFER_BYTES
+    buffer_bytes = _REMOTE_BUFFER_BYTES if is_remote(path) else _COLUMN_BUFFER_BYTES
 
     def read() -> "pq.ParquetFile":
         file = path_or_file(path, read_ahead=False)

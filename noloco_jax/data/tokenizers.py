@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.storage.addresses import is_remote, list_files, read_file
+from noloco_jax.storage.addresses import local_folder
 
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 _ANSWER_SECONDS = 3.0  # timeout of the Hugging Face hub
@@ -150,19 +149,8 @@ def local_tokenizer(name: str) -> Iterator[str]:
 
     Raises `UserError` if there is no folder at the address.
     """
-    if not is_remote(name):
-        folder = Path(name).expanduser()
+    with local_folder(name, _TOKENIZER_SUFFIXES) as folder:
         yield str(folder) if folder.is_dir() else name
-        return
-    try:
-        files = list_files(name, recursive=False)
-    except FileNotFoundError:
-        raise UserError(f"data.tokenizer={name!r}: there is no such folder") from None
-    with tempfile.TemporaryDirectory() as folder:
-        for file in files:
-            if file.endswith(_TOKENIZER_SUFFIXES):
-                Path(folder, file.rpartition("/")[2]).write_bytes(read_file(file))
-        yield folder
 
 
 def _load(name: str, given: str) -> FastTokenizer:

@@ -51,8 +51,7 @@ from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs, l
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
-from noloco_jax.storage.addresses import is_remote
-from noloco_jax.storage.local_copies import list_folder, readable_folder
+from noloco_jax.storage.addresses import is_remote, list_folder, local_folder
 from noloco_jax.train.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.train.loop import Run, is_evaluated, train_steps
 from noloco_jax.train.mode import Mode, Resumed, WholeRun
@@ -349,7 +348,7 @@ def _peak(config: TrainConfig, programs: Programs) -> float | None:
 
 def _given_weights(config: TrainConfig, tokenizer: Tokenizer | None) -> Params:
     """Return the weights of `init_from`, whose folder must not hold a tokenizer of other token ids than the run's."""
-    with readable_folder(config.init_from, (".json", ".safetensors")) as folder:
+    with local_folder(config.init_from, (".json", ".safetensors")) as folder:
         beside = load_tokenizer(str(folder.absolute())) if tokenizer and (folder / "tokenizer.json").exists() else None
         if tokenizer and beside and not makes_same_ids(tokenizer, beside):
             raise UserError(

@@ -178,10 +178,10 @@ def serve_file(file: Path, environ: Mapping[str, Any], respond: Respond) -> list
 
 
 class Web(Server):
-    """A web server of one folder."""
+    """A web server of one folder, which may send files whole whatever is asked for."""
 
     def __init__(self):
-        self.folder = Path()
+        self.folder, self.sends_parts = Path(), True
         super().__init__(self._serve)
 
     def upload(self, folder: Path) -> str:
@@ -193,7 +193,7 @@ class Web(Server):
         if not file.is_file():
             respond("404 Not Found", [("Content-Length", "0")])
             return [b""]
-        return serve_file(file, environ, respond)
+        return serve_file(file, environ if self.sends_parts else {"REQUEST_METHOD": environ["REQUEST_METHOD"]}, respond)
 
 
 class Hub(Server):
