@@ -1,20 +1,33 @@
 #!/usr/bin/env bash
-# Installs what the tests need and runs all of them: style, types, and the tests in three workers for two cores, up to
-# eight, as a sixth of the time of a test is spent waiting.
-# Further arguments go to pytest: `-m unit` for the fast ones alone, `-n 0` for one after the other in one process.
+# Installs what the tests need, and runs the default tests; style and types beside them, as they take a minute of one core.
+# Three workers for two cores, up to eight: a sixth of the time of a test is spent waiting.
+#   bash launch/test.sh                      what CI runs
+#   bash launch/test.sh style                style and types alone
+#   bash launch/test.sh -m unit              further arguments go to pytest: the fast tests alone
+#   bash launch/test.sh -n 0 tests/outer     one folder, one test after the other in one process
 # Another interpreter and environment: PYTHON=python3.12 VENV=.venv312 bash launch/test.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/install.sh
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 
+style() {
+    "$python" -m ruff check . && "$python" -m ruff format --check . && "$python" -m pyright --pythonpath "$python"
+}
+
 install test
-"$python" -m ruff check .
-"$python" -m ruff format --check .
+if [ "${1:-}" = style ]; then
+    style
+    exit
+fi
+probe=$("$python" tests/probe.py)
 report=$(mktemp)
 trap 'rm -f "$report"' EXIT
-"$python" -m pyright --pythonpath "$python" >"$report" & # beside the tests, as it takes a minute of one core
-types=$!
+style >"$report" 2>&1 &
+styled=$!
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-"$python" -m pytest -n $((cores * 3 / 2)) --maxprocesses=8 "$@"
-wait "$types" || { cat "$report" && exit 1; }
+failed=0
+TIMEFORMAT="%R s; CPU seconds: %U and %S of the system, children included; of the probe (tests/probe.py): $probe"
+time "$python" -m pytest -n $((cores * 3 / 2)) --maxprocesses=8 "$@" || failed=$?
+wait "$styled" || { cat "$report" && failed=1; }
+exit "$failed"

@@ -1,16 +1,19 @@
 """Every test sees eight CPU devices and strict broadcasting; set in the environment so that child processes do too.
 
-With `-m gpu`, the tests that are right on any device run on the GPUs that JAX finds, their other halves on the CPU.
+A test is of one of three tiers: `unit`, by the list below; `slow`, by its own mark; and the default, all others. With
+`-m gpu`, the tests that are right on any device run on the GPUs that JAX finds, their other halves on the CPU.
 """
 
 import gc
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 
 from support import platforms
+from support.cpu import Cpu
 
 assert "jax" not in sys.modules, "jax read its environment before the tests could set it"
 
@@ -18,35 +21,13 @@ assert "jax" not in sys.modules, "jax read its environment before the tests coul
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 
-
-# Files and rooms whose tests start runs or compile whole training programs, the longest first and those of several
-# processes apart from one another: workers (`-n`) take files in this order. The tests of all other files are `unit`.
-LONG = (
-    *("processes/test_train", "train/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
-    *("train/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
-    *("islands/test_come_and_go", "islands/test_own_loop", "islands/test_several_processes"),
-    *(
-        "processes/test_elastic",
-        "spmd/test_layouts",
-        "train/test_train_resume",
-        "model/test_llama",
-        "model/test_own_model",
-        "communication/",
-    ),
-    *("bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
-    *("processes/test_shared_batch", "checkpoint/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
-    *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
-    *(
-        "tools/test_documented_commands",
-        "tools/test_notebook",
-        "islands/test_finished",
-        "islands/test_membership",
-        "islands/test_meshes",
-        "islands/test_killed",
-    ),
+# Files whose tests start no run and compile nothing large: two minutes in all.
+UNIT = (
+    *("cluster/", "compare/", "config/", "data/", "lateness/", "simulate/", "storage/", "tools/"),
+    *("outer/", "exchange/", "model/", "metrics/", "checkpoint/"),
 )
-# What `-m gpu` runs: tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.
-ON_GPUS = (
+# Tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.
+GPU = (
     *("model/test_golden", "model/test_attention", "model/test_document_mask", "model/test_decode"),
     *("outer/test_golden", "outer/test_oracle", "outer/test_rules", "outer/test_fragments", "outer/test_sparseloco"),
     *(
@@ -61,15 +42,12 @@ TESTS = Path(__file__).parent
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run those of eight processes and killed runs too: minutes")
-    parser.addoption("--kills", type=int, default=10, help="with --slow: how often runs are killed")
-    parser.addoption("--kills_seed", type=int, default=0, help="with --slow: another one, other instants")
+    parser.addoption("--kills", type=int, default=10, help="with -m slow: how often runs are killed")
+    parser.addoption("--kills_seed", type=int, default=0, help="with -m slow: another one, other instants")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: only with --slow")
-    config.addinivalue_line("markers", "unit: starts no run and compiles nothing large; conftest.py sets it")
-    config.addinivalue_line("markers", "gpu: right on any device, and given alone on GPUs; conftest.py sets it")
+    config.pluginmanager.register(Cpu())
     (platforms.use_gpus if config.option.markexpr == "gpu" else platforms.use_cpu)()
     if not hasattr(config, "workerinput"):
         platforms.share_programs()
@@ -85,28 +63,28 @@ def pytest_sessionstart(session):
         pytest.exit(reason, returncode=2)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    for item in items:
+        name = item.path.relative_to(TESTS).as_posix()
+        if name.startswith(UNIT) and not item.get_closest_marker("slow"):
+            item.add_marker("unit")
+        if name.startswith(GPU):
+            item.add_marker("gpu")
+
+    def order(item: pytest.Item) -> tuple[bool, int]:
+        """Workers (`-n`) take whole files in this order: the long ones first, those of a folder apart."""
+        return item.get_closest_marker("unit") is not None, zlib.crc32(str(item.path.relative_to(TESTS)).encode())
+
+    items.sort(key=order)
+
+
 def pytest_collection_finish(session):
     # JAX makes many objects as it traces: Python's search for unreachable ones, at its defaults, took a twentieth of
     # the time of a test that compiles.
     del session
     gc.freeze()
     gc.set_threshold(50_000)
-
-
-def pytest_collection_modifyitems(config, items):
-    names = {path: path.relative_to(TESTS).as_posix() for path in {item.path for item in items}}
-    places = {
-        path: next((i for i, prefix in enumerate(LONG) if name.startswith(prefix)), len(LONG))
-        for path, name in names.items()
-    }
-    items.sort(key=lambda item: places[item.path])
-    for item in items:
-        if places[item.path] == len(LONG):
-            item.add_marker("unit")
-        if names[item.path].startswith(ON_GPUS):
-            item.add_marker("gpu")
-        if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes on few cores: run with --slow"))
 
 
 @pytest.fixture(scope="module")

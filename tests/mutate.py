@@ -126,7 +126,21 @@ class Copy:
 
     def pytest(self, arguments: Iterable[str]) -> tuple[int, list[str]]:
         """Run tests; return pytest's exit status and the ids of those that failed."""
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-rfE", "--tb=no"]
+        command = [
+            "nice",
+            "-n",
+            "19",
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "-rfE",
+            "--tb=no",
+        ]
         variables = os.environ | {"PYTHONPATH": str(self._folder)}
         run = subprocess.run(
             [*command, *arguments],
@@ -134,7 +148,6 @@ class Copy:
             env=variables,
             capture_output=True,
             text=True,
-            preexec_fn=lambda: os.nice(19),
         )
         failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", run.stdout, re.MULTILINE)
         return run.returncode, failed or [f"pytest's exit status {run.returncode}"] * bool(run.returncode)
@@ -178,7 +191,7 @@ def run_mutants(mutants: list[Mutant], known: dict[str, dict], root: Path = ROOT
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("package", nargs="*", help="folders under tests/ whose mutants to run; all without one")
     parser.add_argument("--again", action="store_true", help="forget earlier results")
     options = parser.parse_args(arguments)
