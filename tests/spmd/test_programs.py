@@ -123,7 +123,8 @@ def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
     assert figures["replica_spread"] == pytest.approx(replica_spread(jax.tree.leaves(params)), rel=1e-6)
 
 
-def test_moments_and_gradient_norm_are_float32_for_bfloat16_parameters():
+@pytest.mark.parametrize("clip_norm", [0.0, 100.0], ids=["no clipping", "a gradient within the bound"])
+def test_moments_and_gradient_norm_are_float32_for_bfloat16_parameters(clip_norm):
     """The first step of Adam from bfloat16 parameters, whose gradient is known: g and g², not rounded to 8 bits."""
     config = from_dict(
         {
@@ -131,7 +132,7 @@ def test_moments_and_gradient_norm_are_float32_for_bfloat16_parameters():
             "num_replicas": 1,
             "num_microbatches": 2,
             "model": TINY | {"param_dtype": "bfloat16"},
-            "inner": {"clip_norm": 0.0},  # off
+            "inner": {"clip_norm": clip_norm},
             "data": {"batch_size": 2, "sequence_length": 8},
         }
     )
