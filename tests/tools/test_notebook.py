@@ -44,6 +44,7 @@ def pictures(cell: list[nbformat.NotebookNode]) -> list[bytes]:
     return [base64.b64decode(picture) for picture in found if picture]
 
 
+@pytest.mark.slow
 def test_the_notebook_trains_draws_compares_and_writes(outputs):
     install, train, curves, comparison, sample = outputs
     assert text(install) == ""
@@ -59,5 +60,6 @@ def test_the_methods_that_the_notebook_compares_exist():
     assert {*methods.split(",")} <= {*METHODS}
 
 
+@pytest.mark.slow
 def test_no_command_of_the_notebook_fails(outputs):
     assert not any("error:" in text(cell) or "Traceback" in text(cell) for cell in outputs)
