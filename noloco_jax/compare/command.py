@@ -1,34 +1,24 @@
-"""Train one model on the same tokens in several ways, and compare these in a table and pictures.
+"""Train one model on the same tokens in several ways, and compare these in a table and a picture.
 
     python -m noloco_jax.compare --config=configs/c4_tiny.py --methods=ddp,diloco,noloco,local --seeds=3 --workdir=DIR
 
 A variant is a name, a method and settings. --methods names those of the methods themselves; the configuration is
 noloco's, ddp and local take it as it is, and diloco has the paper's settings beside it: outer.lr 0.7, outer.momentum
-0.3 without Nesterov, and twice noloco's outer.sync_every. Other methods meet as often as noloco and have their own
+0.3 without Nesterov, and twice noloco's outer.sync_every. Other methods average as often as noloco and have their own
 defaults beside it. --variant="often:outer.fragments=8,outer.wire=int4,outer.sync_every=2" adds another of noloco;
-`method=ddp` among its settings makes it one of ddp. `--set=diloco:outer.sync_every=50` sets a field of one variant,
-over all else, and `--vary=outer.sync_every=25,50,100` trains every variant that the field matters to with each value.
-Several --vary train all combinations; `--vary=num_steps/eval_every=600/150,2400/600` varies fields together. A
-variant's gap is above the ddp that has its inner.optimizer and is most like it, or above the variant that
-`reference=NAME` among its settings names.
+`method=ddp` among its settings makes it one of ddp. `--vary=outer.sync_every=25,50` trains every variant that the field
+matters to with each value; several --vary train all combinations, and `--vary=num_replicas/data.batch_size=4/4,8/2`
+varies fields together. A gap is above the ddp that has the variant's inner.optimizer and differs in the fewest fields.
 
 `--tune=inner.lr=1e-3,2e-3,4e-3` trains the first seed of each variant, ddp's too, with every value, and its other seeds
 with the one of them that ended with the lowest perplexity. More values may be added later.
 
-Each run has a workdir of `python -m noloco_jax.train`, DIR/NAME-seedK. `--jobs=2` trains two at a time, each on its
-share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it where one run does not fill them. The same
-command again resumes; with more variants, seeds or values it adds them. Given at the same time on other
-machines that share DIR, it divides the runs among them, and each goes on until all are finished (a run that breaks
-off is tried by each; on one machine rather take --jobs, which shares out cores and GPUs). Finished runs are in
-DIR/comparison.md, .csv, .png and DIR/comparison_bytes.png after every run. Once a run is finished,
-its checkpoints are no longer needed.
+Each run has a workdir of `python -m noloco_jax.train`, DIR/NAME-seedK, with its output in log.txt. `--jobs=2` trains
+two at a time, each on its share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it where one run
+does not fill them. The same command resumes; with more variants, seeds or values it adds them. After every run the
+results are written to DIR/comparison.md, .csv and .png.
 
-Where four rows of a variant or more differ in num_steps and outer.sync_every alone, a power law of the gap against the
-meetings of a weight is fitted to them, drawn in DIR/comparison_meetings.png, and tells what to expect of the rows that
-are not finished.
-
-`@FILE` stands for the flags that a file holds, as a shell has them, on any number of lines, with `#` comments: a plan
-to be kept and repeated.
+`@FILE` stands for the flags that a file holds, as a shell has them, on any number of lines, with `#` comments.
 
 Replicas drift apart between outer steps, and diloco's are equal right after them. With eval_every an odd multiple of
 outer.sync_every, noloco is always evaluated right after an outer step and diloco every other time half-way.
@@ -61,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--jobs={flags.jobs} is below 1: it is how many runs are trained at a time")
     vary = [parse_choices(text, "--vary") for text in flags.vary]
     tune = parse_choices(flags.tune, "--tune") if flags.tune else None
-    variants = make_variants(flags.methods, flags.variant, flags.set, vary)
-    plan = make_plan(flags.config, overrides, variants, flags.seeds, vary, tune)
+    plan = make_plan(
+        flags.config, overrides, make_variants(flags.methods, flags.variant, vary), flags.seeds, vary, tune
+    )
     check_writable(flags.workdir)
     check_folder(flags.workdir, plan.runs)
     configs = [run.config for run in plan.runs]
@@ -112,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME:FIELD=VALUE,FIELD=VALUE",
-        help="may be repeated; method=METHOD and reference=NAME may be among its fields",
+        help="may be repeated; method=METHOD may be among its fields",
     )
     parser.add_argument("--seeds", type=int, default=1, metavar="K", help="seeds a variant: config.seed and K-1 more")
     parser.add_argument(
@@ -126,7 +117,6 @@ def _parser() -> argparse.ArgumentParser:
         help="a field to train with each of several values; may be repeated, for all combinations",
     )
     parser.add_argument("--tune", metavar="FIELD=A,B,C", help="a field of which every variant gets its own best value")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE", help="may be repeated")
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="J", help="runs at a time (default 1, right for one GPU)"
     )

@@ -1,142 +1,123 @@
-"""Progress, evaluations and bytes sent of a comparison's runs, read from their metrics.jsonl."""
+"""Evaluations of finished runs, and the figures of each variant over its seeds."""
 
-import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from noloco_jax.compare.plan import Run
-from noloco_jax.metrics.flops import model_flops_per_token
+from noloco_jax.compare.plan import Plan, Run
+from noloco_jax.compare.variants import Variant
 from noloco_jax.metrics.writer import METRICS_FILE, read_metrics
-from noloco_jax.spmd.inner import learning_rates
 
-# Replicas count as equal where they differ by less than this part of what one inner step may move a weight by: rounding
-# of ddp's, and of diloco's after an outer step.
-_ROUNDING = 1e-3
+# Spreads below this part of the peak learning rate are rounding: ddp's, and diloco's right after an outer step.
+_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
-class Curve:
-    """The evaluations of a finished run, an entry each: arrays of the same length (E,).
+class Row:
+    """A variant over its finished seeds, at its best value of the field that is tuned.
 
     Attributes:
-      steps: inner steps taken.
-      tokens: trained on until then by all replicas together.
-      perplexity: exp of the loss averaged over the replicas.
-      merged: perplexity of the mean of their weights.
-      spread: sqrt(Σ|mean − θ_i|²/(numel · N)) of the weights; NaN where it is rounding alone.
-      lr: learning rate of the step before.
+      variant: the variant.
+      reference: the variant that its gaps are above, or None.
+      runs: one a seed.
+      tokens: (E,) tokens trained on until each evaluation, by all replicas together.
+      curves: (seed, E) perplexities, the mean of the replicas.
+      figures: name -> an entry a seed, NaN where a run has no such figure. Last evaluations: `perplexity`,
+        `perplexity_merged`, `replica_spread`; `gap_percent`, `gap_merged_percent`: above the reference's of the same
+        seed; `bytes_sent`: by a replica in all; `bytes_share`: of the reference's.
     """
 
-    steps: np.ndarray
+    variant: Variant
+    reference: Variant | None
+    runs: Sequence[Run]
     tokens: np.ndarray
-    perplexity: np.ndarray
-    merged: np.ndarray
-    spread: np.ndarray
-    lr: np.ndarray
+    curves: np.ndarray
+    figures: Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a run: its evaluations and its last line of training, empty before it begins."""
-
-    evaluations: Sequence[dict[str, Any]] = ()
-    last: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_progress(workdir: Path) -> Progress:
-    """Read the progress of the run in a workdir."""
-    try:
-        status = (workdir / METRICS_FILE).stat()
-    except FileNotFoundError:
-        return Progress()
-    return _progress(workdir, status.st_ino, status.st_size, status.st_mtime_ns)
+def evaluations(run: Run, workdir: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a run in `workdir`/NAME up to its last step; none if that is still to come."""
+    if not (workdir / run.name / METRICS_FILE).exists():
+        return []
+    found = [line for line in read_metrics(workdir / run.name) if line["kind"] == "eval"]
+    return found if found and found[-1]["step"] >= run.config.num_steps else []
 
 
-@functools.cache  # a line a run; the files of finished runs are long and change no more
-def _progress(workdir: Path, *version: int) -> Progress:
-    del version
-    lines = read_metrics(workdir)
-    evaluations = tuple(line for line in lines if line["kind"] == "eval")
-    return Progress(evaluations, next((line for line in reversed(lines) if line["kind"] == "train"), {}))
+def last_perplexities(runs: Iterable[Run], workdir: Path) -> dict[Run, float]:
+    """Return the last perplexity of every finished run; infinite where it is not finite."""
+    found = {run: evaluations(run, workdir) for run in runs}
+    return {run: _perplexity(lines[-1]) for run, lines in found.items() if lines}
 
 
-def is_complete(run: Run, workdir: Path) -> bool:
-    """Return True if the run in `workdir`/NAME has its last evaluation."""
-    evaluations = read_progress(workdir / run.name).evaluations
-    return bool(evaluations) and evaluations[-1]["step"] >= run.config.num_steps
+def make_rows(plan: Plan, workdir: Path) -> list[Row]:
+    """Return a row for every variant that has finished runs, in the order of the plan."""
+    perplexities = last_perplexities(plan.runs, workdir)
+    chosen = {variant: plan.chosen(variant, perplexities) for variant in plan.variants}
+    figures = {run: _figures(run, workdir) for runs in chosen.values() for run in runs}
+    rows = []
+    for variant, runs in chosen.items():
+        if not runs:
+            continue
+        reference = plan.references.get(variant)
+        same_seed = {run.seed: figures[run] for run in chosen[reference]} if reference is not None else {}
+        of_seeds = [figures[run] | _gaps(figures[run], same_seed.get(run.seed)) for run in runs]
+        lines = [evaluations(run, workdir) for run in runs]
+        rows.append(
+            Row(
+                variant,
+                reference,
+                runs,
+                np.array([line["step"] for line in lines[0]]) * runs[0].config.tokens_per_step,
+                np.array([[_perplexity(line) for line in of_run] for of_run in lines]),
+                {name: np.array([of_seed[name] for of_seed in of_seeds]) for name in of_seeds[0]},
+            )
+        )
+    return rows
 
 
-def seconds_left(runs: Iterable[Run], workdir: Path, trainers: int, beside: float = 0.0) -> float | None:
-    """Estimate how long the rest of a comparison takes, by the FLOPs of its runs; None before any has trained.
-
-    Args:
-      runs: all that are expected, finished ones included.
-      workdir: their folder.
-      trainers: how many train at a time, each as fast as the median run so far.
-      beside: seconds of a run beside its training steps: its start, compilation and evaluations.
-    """
-    paces, left, starts = [], [], []
-    for run in runs:
-        config, last = run.config, read_progress(workdir / run.name).last
-        whole = model_flops_per_token(config) * config.tokens_per_step * config.num_steps
-        trained = last.get("step", 0) / config.num_steps
-        left.append(whole * (1 - trained))
-        starts.append(beside if trained == 0 else 0.0)
-        if trained > 0 and last.get("seconds", 0) > 0:
-            paces.append(last["seconds"] / (whole * trained))
-    if not paces:
-        return None
-    each = np.array(left) * np.median(paces) + starts
-    return max(float(each.sum()) / trainers, float(each.max()))
-
-
-def read_curve(run: Run, workdir: Path) -> Curve:
-    """Read the evaluations of a run in `workdir`/NAME; values that are not finite become NaN."""
-    config = run.config
-    evaluations = read_progress(workdir / run.name).evaluations
-    steps = np.array([entry["step"] for entry in evaluations], int)
-
-    def column(name: str) -> np.ndarray:
-        return np.array([entry[name] for entry in evaluations], float)  # None becomes NaN
-
-    lr = learning_rates(config.inner, config.num_steps)[steps - 1]
-    spread = column("replica_spread")
-    return Curve(
-        steps=steps,
-        tokens=steps * config.tokens_per_step,
-        perplexity=column("perplexity"),
-        merged=column("perplexity_merged"),
-        spread=np.where(spread > _ROUNDING * lr, spread, np.nan),
-        lr=lr,
-    )
-
-
-def bytes_sent(workdir: Path) -> float:
-    """Return the bytes that a replica sent in the whole run; NaN for a run of an earlier version, which kept no sum."""
-    last = read_progress(workdir).last
-    return float(last["bytes_sent_total"]) if "bytes_sent_total" in last else float("nan")
-
-
-def correlation(curve: Curve, warmup_steps: int) -> float:
-    """Return Pearson's r between replica spread and learning rate over the evaluations after the warmup.
-
-    NaN where fewer than three of them have a spread, or the learning rate does not change.
-    """
-    used = (curve.steps > warmup_steps) & np.isfinite(curve.spread)
-    spread, lr = curve.spread[used], curve.lr[used]
-    if used.sum() < 3 or np.ptp(lr) == 0 or np.ptp(spread) == 0:
-        return float("nan")
-    return float(np.corrcoef(spread, lr)[0, 1])
-
-
-def last_perplexities(runs: Sequence[Run], workdir: Path) -> dict[Run, float]:
-    """Return the last perplexity of every finished run; NaN where it is not finite."""
+def _figures(run: Run, workdir: Path) -> dict[str, float]:
+    last = evaluations(run, workdir)[-1]
+    trained = [line for line in read_metrics(workdir / run.name) if line["kind"] == "train"]
+    spread = float("nan") if last["replica_spread"] is None else float(last["replica_spread"])
     return {
-        run: float(np.array(read_progress(workdir / run.name).evaluations[-1]["perplexity"], float))
-        for run in runs
-        if is_complete(run, workdir)
+        "perplexity": _perplexity(last),
+        "perplexity_merged": _perplexity(last, "perplexity_merged"),
+        "replica_spread": spread if spread > _ROUNDING * run.config.inner.lr else math.nan,
+        "bytes_sent": float(trained[-1]["bytes_sent_total"]) if trained else math.nan,
     }
+
+
+def _gaps(own: Mapping[str, float], reference: Mapping[str, float] | None) -> dict[str, float]:
+    """Return how far a run's perplexities are above its reference's, in percent, and its share of the bytes."""
+
+    def ratio(name: str) -> float:
+        other = math.nan if reference is None else reference[name]
+        return own[name] / other if math.isfinite(other) and other else math.nan
+
+    return {
+        "gap_percent": 100 * (ratio("perplexity") - 1),
+        "gap_merged_percent": 100 * (ratio("perplexity_merged") - 1),
+        "bytes_share": ratio("bytes_sent"),
+    }
+
+
+def _perplexity(line: Mapping[str, Any], name: str = "perplexity") -> float:
+    return math.inf if line[name] is None else float(line[name])
+
+
+def mean_and_std(values: np.ndarray) -> tuple[float, float]:
+    """Return mean and sample std of the entries that are not NaN; NaN for the mean of none and the std of fewer than 2.
+
+    With an infinite one, of a run that diverged, the mean is infinite too.
+    """
+    there = values[~np.isnan(values)]
+    if np.isinf(there).any():
+        return math.inf, math.nan
+    return (
+        float(there.mean()) if len(there) else math.nan,
+        float(there.std(ddof=1)) if len(there) > 1 else math.nan,
+    )

@@ -1,4 +1,4 @@
-"""Training the runs of a comparison: failures, concurrent comparisons, stop and resume."""
+"""Training the runs of a comparison: failures, concurrent runs, stop and resume."""
 
 import csv
 import errno
@@ -18,18 +18,14 @@ from rich.console import Console
 
 from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare import command as compare
-from noloco_jax.compare import job, results, runner
-from noloco_jax.compare.job import PLANNED_FILE
-from noloco_jax.compare.others import LOG_FILE
-from noloco_jax.compare.runner import Comparison
+from noloco_jax.compare import runner
+from noloco_jax.compare.runner import LOCK_FILE, LOG_FILE, PLANNED_FILE, Comparison
 from noloco_jax.config import from_dict, load_config, to_dict
 from noloco_jax.data.find_files import find_files
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.metrics.writer import MetricWriter
 from support import processes, warm
 from support.comparisons import arguments, plan_of
-from support.counted import in_time
 
 # Replaces the trainer.
 FAKE_TRAINER = """
@@ -71,8 +67,6 @@ def no_pictures(monkeypatch):
         assert rows
 
     monkeypatch.setattr(runner, "draw", draw)
-    for name in ("draw_bytes", "draw_laws"):
-        monkeypatch.setattr(runner, name, lambda *_: False)
 
 
 @pytest.fixture
@@ -114,13 +108,15 @@ def test_the_first_runs_log_is_no_data_of_a_folder_above(config_file, tmp_path, 
     found = []
     options = SourceOptions(str(tmp_path), "data.path", "train", True, "", 0, 1, "stop", "text")
 
-    class Looking(runner.Job):
-        def __init__(self, run, folder, *rest):
-            super().__init__(run, folder, *rest)
-            (folder / LOG_FILE).write_text("a banner")
-            found.append(find_files(options, [".txt"]))
+    start = Comparison._start
 
-    monkeypatch.setattr(runner, "Job", Looking)
+    def look_and_start(self, run, label, slot):
+        (tmp_path / "out" / run.name).mkdir()
+        (tmp_path / "out" / run.name / LOG_FILE).write_text("a banner")
+        found.append(find_files(options, [".txt"]))
+        start(self, run, label, slot)
+
+    monkeypatch.setattr(Comparison, "_start", look_and_start)
     assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp")) == 0
     (files,) = found
     assert len(files) == 100 and all(Path(file).parent == tmp_path / "data" for file in files)
@@ -141,12 +137,12 @@ def test_a_failed_run_does_not_stop_the_others_and_is_retried_next_time(config_f
 
 
 @pytest.mark.usefixtures("fake_trainer")
-def test_a_full_disk_under_the_results_is_one_line(config_file, tmp_path, monkeypatch):
+def test_a_full_disk_under_the_runs_is_one_line(config_file, tmp_path, monkeypatch):
     def write(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(runner, "write_whole", write)
-    with pytest.raises(TransientError, match=r"comparison\.md: no space left on device: make room") as caught:
+    with pytest.raises(TransientError, match=r"planned\.json: no space left on device: make room") as caught:
         compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp"))
     assert "\n" not in str(caught.value)
 
@@ -167,57 +163,13 @@ def test_a_run_out_of_memory_does_not_stop_the_others(config_file, tmp_path, fak
     assert "noloco-seed7: perplexity" in output
 
 
-@pytest.mark.usefixtures("fake_trainer")
-def test_a_run_trained_by_another_process_is_left_until_that_process_ends(config_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "_LOOK_SECONDS", 0.1)
+def test_a_folder_in_use_by_another_comparison_is_refused(config_file, tmp_path):
     out = tmp_path / "out"
-    (out / "ddp-seed7").mkdir(parents=True)
-    with (out / "ddp-seed7" / LOG_FILE).open("a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-
-        def end() -> None:
-            """Let go, as if it were killed, once the last of the other runs is there."""
-            assert in_time(lambda: (out / "local-seed7" / "config.json").exists(), 100)
-            fcntl.flock(log, fcntl.LOCK_UN)
-
-        other = threading.Thread(target=end)
-        other.start()
-        assert compare.main(arguments(config_file, out)) == 0
-        other.join()
-    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert told.index("ddp-seed7") < told.index("[3/4] local-seed7") < told.index("[4/4] ddp-seed7")
-
-
-@pytest.mark.timeout(120)
-def test_two_comparisons_of_one_folder_divide_its_runs(config_file, tmp_path, fake_trainer, monkeypatch, capsys):
-    """Each comparison trains one run at a time, and each run ends only once both train."""
-    monkeypatch.setattr(runner.signal, "signal", lambda *_: signal.SIG_DFL)  # only the main thread may set handlers
-    fake_trainer |= {"ddp": "meet", "noloco": "meet"}
-    flags = arguments(config_file, tmp_path / "out", "--methods=ddp,noloco")
-    statuses = []
-    both = [threading.Thread(target=lambda: statuses.append(compare.main(flags))) for _ in range(2)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
-    assert statuses == [0, 0]
-    started = sum((tmp_path / "out" / f"{name}-seed7" / "starts").read_text().count("x") for name in ("ddp", "noloco"))
-    assert started == 2 and capsys.readouterr().out.count("ddp-seed7: perplexity") == 2
-
-
-def test_the_time_left_is_estimated_from_the_flops_left(config_file, tmp_path):
-    """Three runs of 40 steps: the first took 20 s, the second is half done at the same pace."""
-    plan = plan_of(config_file, methods=["ddp", "noloco", "local"])
-    assert results.seconds_left(plan.runs, tmp_path, 2) is None
-    for run, steps, seconds in zip(plan.runs, (40, 20), (20.0, 10.0), strict=False):
-        writer = MetricWriter(tmp_path / run.name, resume_step=None, tensorboard=False)
-        writer.write(steps, "train", loss=1.0, seconds=seconds)
-        writer.close()
-    assert results.seconds_left(plan.runs, tmp_path, 1) == pytest.approx(10 + 20)
-    assert results.seconds_left(plan.runs, tmp_path, 2) == pytest.approx(20)  # no run is divided
-    assert results.seconds_left(plan.runs, tmp_path, 1, beside=5.0) == pytest.approx(10 + 20 + 5)  # one begins
-    longer = plan_of(config_file, methods=["ddp", "noloco", "local"], settings=["local:num_steps=120"])
-    assert results.seconds_left(longer.runs, tmp_path, 1) == pytest.approx(10 + 60)
+    out.mkdir()
+    with (out / LOCK_FILE).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="out is in use by another comparison: wait for its end"):
+            compare.main(arguments(config_file, out))
 
 
 @pytest.mark.timeout(60)
@@ -231,8 +183,7 @@ def test_an_error_ends_the_concurrent_runs(config_file, tmp_path, fake_trainer):
     out = tmp_path / "out"
     with pytest.raises(UserError, match="diloco-seed7 did not start"):
         compare.main(arguments(config_file, out, "--jobs=2"))
-    with (out / "ddp-seed7" / LOG_FILE).open("a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a running trainer would hold it
+    assert not list((out / "ddp-seed7").glob("config.json")), "it would have gone on"
 
 
 def test_tuning_uses_the_best_value_among_the_runs_that_finished(config_file, tmp_path, fake_trainer, capsys):
@@ -266,7 +217,7 @@ def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch
     flags += ["--config.num_steps=12", "--config.eval_every=4"]
     processes.set_environment(config, monkeypatch)
     constants = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
-    monkeypatch.setattr(job, "subprocess", SimpleNamespace(Popen=start_paced, **constants))
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=start_paced, **constants))
     stopping = threading.Thread(target=stop_at, args=(processes.reached(out / "ddp-seed0", 1),))
     stopping.start()
     assert compare.main(flags) == RESTART
@@ -274,7 +225,7 @@ def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch
     output = capsys.readouterr().out
     assert output.endswith("stopped: the same command resumes\n")
     assert max(line["step"] for line in processes.metrics(out / "ddp-seed0")) < 12
-    monkeypatch.setattr(job, "subprocess", SimpleNamespace(Popen=warm.Popen, **constants))
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=warm.Popen, **constants))
     assert compare.main(flags) == 0
     output = capsys.readouterr().out
     assert "resuming from the checkpoint" in (out / "ddp-seed0" / LOG_FILE).read_text()

@@ -45,13 +45,12 @@ def plan_of(
     seeds: int = 1,
     vary: str | Sequence[str] = (),
     tune: str | None = None,
-    settings: Sequence[str] = (),
 ) -> Plan:
     choices = [parse_choices(text, "--vary") for text in ([vary] if isinstance(vary, str) else vary)]
     return make_plan(
         config_file,
         overrides,
-        make_variants(",".join(methods) if methods else None, variants, settings, choices),
+        make_variants(",".join(methods) if methods else None, variants, choices),
         seeds,
         choices,
         parse_choices(tune, "--tune") if tune else None,
