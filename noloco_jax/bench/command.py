@@ -7,6 +7,11 @@
 Every variant runs in a process of its own, one after another, on random tokens. Data that are there are read as fast as
 possible, without training. `--json` writes all figures and the whole configurations.
 
+*step*: median of the inner steps, one dispatched ahead; *share of run*: of the outer steps, without what outer.delay
+adds to the inner ones; *sent*: bytes that a replica sends to others in an outer step (with ddp in every step), in the
+mean over replicas, and in an inner step; *memory* by XLA's account: arguments + temporaries + outputs - aliased, and
+the state that lies beside.
+
 Model FLOPs per token are 3 times those of the forward pass: 2 per weight of every matrix product (the head is in, the
 embedding out) and causal attention counted once, 2 x T x heads x head size per layer at sequence length T, in a
 sliding window of W tokens 4 x (W - W²/2T) x heads x head size; what is computed again in the backward pass does not
@@ -78,7 +83,7 @@ def _define_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=20, help="inner steps to time (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a new file")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace for TensorBoard and Perfetto")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace for xprof and Perfetto")
     parser.add_argument(
         "--data_seconds",
         type=float,

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
-UNNAMED = "unnamed"  # in a profile: copies, and operations whose program the profiler does not say
 FAILED, REFUSED = 1, 2  # exit statuses of a variant's process
 
 

@@ -17,7 +17,7 @@ from noloco_jax.spmd.shared_batch import replicas_read_here
 
 _WARMUP = 3  # inner steps before the first that is timed
 _OUTER_STEPS = 5  # timed
-TRACED_STEPS = 3
+_TRACED_STEPS = 3
 _DIFFERENT_BATCHES = 4
 _DOCUMENTS = 4  # that begin in a sequence, roughly, with a document mask
 
@@ -114,17 +114,16 @@ def outer_times(run: TimedRun) -> list[float]:
     return seconds[_OUTER_STEPS:]
 
 
-def trace(run: TimedRun, folder: Path, *, with_outer: bool) -> Path:
-    """Write a profile of a few inner steps and one outer step; return the file for Perfetto."""
+def trace(run: TimedRun, folder: Path, *, with_outer: bool) -> None:
+    """Write a profile of a few inner steps and one outer step for xprof, and for Perfetto."""
     with jax.profiler.trace(folder, create_perfetto_trace=True):
-        for number in range(TRACED_STEPS):
+        for number in range(_TRACED_STEPS):
             with jax.profiler.StepTraceAnnotation("inner_step", step_num=number):
                 metrics = run.inner()
         jax.block_until_ready(metrics)
         if with_outer:
-            with jax.profiler.StepTraceAnnotation("outer_step", step_num=TRACED_STEPS):
+            with jax.profiler.StepTraceAnnotation("outer_step", step_num=_TRACED_STEPS):
                 run.outer(0)
-    return max(folder.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
 
 
 def quartiles(seconds: list[float]) -> dict[str, float]:

@@ -7,9 +7,8 @@ from pathlib import Path
 import jax
 
 from noloco_jax.bench.options import FAILED, REFUSED, Options, Result
-from noloco_jax.bench.profile import parts_of
 from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
-from noloco_jax.bench.timing import TRACED_STEPS, TimedRun, inner_times, outer_times, quartiles, trace
+from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
@@ -122,11 +121,8 @@ def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
         if devices[0].platform == "gpu":
             programs = without_cuda_graphs(config, programs)
             run.use(programs)
-        times = {"inner_step": TRACED_STEPS} | ({"outer_step": 1} if programs.outer_step is not None else {})
-        perfetto = trace(run, options.profile, with_outer="outer_step" in times)
-        texts = {name: programs.compiled[name].as_text() or "" for name in times}
-        parts, idle = parts_of(next(perfetto.parent.glob("*.xplane.pb")), texts, times, len(devices))
-        result |= {"profile": str(perfetto), "profile_parts": [part._asdict() for part in parts], "profile_idle": idle}
+        trace(run, options.profile, with_outer=programs.outer_step is not None)
+        result["profile"] = str(options.profile)
     return result
 
 

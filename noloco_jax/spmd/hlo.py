@@ -29,7 +29,6 @@ _OPCODES = {**{name: name for name in KINDS}, **{f"{name}-start": name for name 
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)")
-_OPERATION_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")
 _REFERENCE = re.compile(r"(\w+)=(?:\{(%[^}]*)\}|%([\w.\-]+))")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -141,23 +140,6 @@ def read_hlo(hlo: str, mesh_shape: Mapping[str, int]) -> Traffic:
     return traffic(entry)
 
 
-def operation_names(hlo: str) -> dict[str, list[str]]:
-    """Map every instruction to its JAX operations, as XLA names them: its own, then those of what it fuses."""
-    computations, _ = _parse(hlo)
-    names = {
-        name: [line.operation_name for line in reversed(lines.values()) if line.operation_name]
-        for name, lines in computations.items()
-    }
-    return {
-        name: [
-            *([line.operation_name] if line.operation_name else []),
-            *(inside for called in re.findall(r"calls=%([\w.\-]+)", line.text) for inside in names.get(called, [])),
-        ]
-        for lines in computations.values()
-        for name, line in lines.items()
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
     text: str  # after "NAME = "
@@ -186,12 +168,6 @@ class _Instruction:
     @property
     def attributes(self) -> str:
         return self._parts[3]
-
-    @property
-    def operation_name(self) -> str:
-        """Return the operation name in the metadata; empty without one."""
-        match = _OPERATION_NAME.search(self.text)
-        return match[1] if match else ""
 
 
 def _parse(hlo: str) -> tuple[dict[str, dict[str, _Instruction]], str]:

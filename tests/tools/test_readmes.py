@@ -38,7 +38,6 @@ def test_commands_name_tools_files_and_fields_that_exist(page):
         *TOOLS,
         *examples,
         "config.reference",
-        "bench.routers",
     }
     for file in re.findall(r"\b(?:launch|configs)/\w+\.(?:sh|py|yaml|sbatch|png)", text):
         assert (ROOT / file).exists(), file
