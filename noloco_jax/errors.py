@@ -6,9 +6,14 @@ import os
 import re
 import select
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+INTERRUPTED = 130  # the status that shells give after Ctrl-C
+_DEVICE_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")  # known by name: jax need not be imported
+_OF_THE_PROGRAM = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION", "OUT_OF_RANGE", "NOT_FOUND")
 
 
 class UserError(Exception):
@@ -49,13 +54,37 @@ def main_with_errors(main: Callable[[], int | None]) -> None:
     except UserError as error:
         tell(f"error: {error}")
         status = error.exit_status
-    except BrokenPipeError:
-        if not _output_is_lost():
-            raise
-        tell("error: nothing reads the standard output any more, so the command stopped")
-        status = 1
+    except KeyboardInterrupt:
+        tell("stopped by Ctrl-C")
+        status = INTERRUPTED
+    except BrokenPipeError as error:
+        if _output_is_lost():
+            tell("error: nothing reads the standard output any more, so the command stopped")
+            status = 1
+        else:
+            status = report(error)
+    except Exception as error:
+        status = report(error)
     _output_is_lost()  # rather than at the interpreter's exit, which prints the error and changes the status
     sys.exit(status or 0)
+
+
+def report(error: BaseException) -> int:
+    """Report an error that is no `UserError` to stderr, and return the exit status: 1 if a retry may help, else 2.
+
+    Failures of storage, networks and devices may pass. Lack of memory and faults of the code come again.
+    """
+    text = " ".join(str(error).split())
+    if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
+        tell(
+            f"error: out of memory ({text[:300] or 'on the host'}): raise --config.num_microbatches, lower "
+            "--config.data.batch_size, or spread a replica over more devices by --config.mesh"
+        )
+        return 2
+    traceback.print_exception(error)
+    if type(error).__name__ in _DEVICE_ERRORS:
+        return 2 if text.startswith(_OF_THE_PROGRAM) else 1
+    return 1 if isinstance(error, OSError) else 2
 
 
 def _output_is_lost() -> bool:

@@ -16,11 +16,11 @@ _BROADCASTS = "noloco_jax/broadcasts"
 _KEPT = 10_000  # broadcasts in the store: no process is as far behind as that for the minutes until JAX misses it
 _FIRST_SECONDS = 24 * 3600  # for the first process to decide; JAX ends those that wait for one that is gone
 _numbers = itertools.count()  # of this process's broadcasts
+# Named by the error of an exchange that failed; of NCCL's errors, those of a peer or a network that is lost.
 _EXCHANGES = (
-    "Gloo ",
-    "coordination service",
-    "CoordinationService",
-)  # named by the error of one that failed
+    *("Gloo ", "coordination service", "CoordinationService"),
+    *("remote process exited", "ncclRemoteError", "unhandled system error", "ncclSystemError"),
+)
 
 
 class Processes(Protocol):

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from noloco_jax.cluster.stop import INTERRUPTED, RESTART
+from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare import report
 from noloco_jax.compare.chart import draw
 from noloco_jax.compare.plan import Plan, Run, check_folder
 from noloco_jax.compare.results import last_perplexities, make_rows
 from noloco_jax.config import to_dict
 from noloco_jax.cores import keep_on, usable_cores
-from noloco_jax.errors import UserError
+from noloco_jax.errors import INTERRUPTED, UserError
 from noloco_jax.files import write_whole
 from noloco_jax.formatting import format_clock, format_perplexity
 from noloco_jax.metrics.writer import METRICS_FILE

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
-from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import Place
+from noloco_jax.cluster.start import joined
 from noloco_jax.config import CONFIG_FILE, TrainConfig, from_dict, load_saved, overridden, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import full_disk_told, write_whole
@@ -109,13 +109,14 @@ def _train(
         raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
     member.check(config)
     use_gpu_memory()
-    with joined(place, to_dict(config), flags.start_timeout), full_disk_told(flags.workdir):
-        use_cpu_cores(member.own(config), 1 if place is None else place.num_processes)
+    with joined(place, to_dict(config), flags.start_timeout) as num_processes, full_disk_told(flags.workdir):
+        use_cpu_cores(member.own(config), num_processes)
         return train(
             config,
             flags.workdir,
             from_step=flags.from_step,
             dry_run=flags.dry_run,
+            force_unlock=flags.force_unlock,
             wandb_project=flags.wandb,
             mode=IslandMode(member),
         )

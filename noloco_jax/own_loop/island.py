@@ -132,7 +132,7 @@ class Island:
         self._outer, self._common = outer, dict(common or {})
         self._samples, self._save_every, self._keep = samples_per_step, save_every, keep
         self._linger, self._report = linger, report
-        self._lock = WorkdirLock(self._workdir, report)
+        self._lock = WorkdirLock(self._workdir)
         self._agent: Agent | None = None
         self._checkpoints: OwnCheckpoints | None = None
         self._log: IslandLog | None = None

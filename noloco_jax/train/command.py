@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_timeout=flags.start_timeout,
         from_step=flags.from_step,
         dry_run=flags.dry_run,
+        force_unlock=flags.force_unlock,
         wandb_project=flags.wandb,
     )
 
@@ -54,4 +55,9 @@ def define_run_flags(parser: ArgumentParser) -> None:
         "give it to all of them",
     )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
+    parser.add_argument(
+        "--force_unlock",
+        action="store_true",
+        help="take over the workdir of a trainer on another machine, which you know to have ended",
+    )
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")

@@ -65,11 +65,13 @@ class Outcome:
 
     Attributes:
       state: state after the last step taken.
+      step: number of that step.
       evaluation: the last evaluation of this start; empty if there was none.
       finished: True if all steps are taken and evaluated, False if the run was told to stop or parts before.
     """
 
     state: TrainState
+    step: int
     evaluation: dict[str, Any]
     finished: bool
 
@@ -109,6 +111,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         state, step, stride = sync.before_step(state, step, partial(_steps_at_once, config))
         _report_news(run, step, log)
         step += stride
+        run.stop.current = f"step {step}"
         state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
         state, outer_steps = sync.after_step(state, step, stride)
@@ -126,6 +129,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_evaluating or is_saving:
             log.write_previous()
         if is_evaluating:
+            run.stop.current = f"the evaluation of step {step} and the next step"
             evaluation = _evaluate(run, state, step, log)
         if is_last or is_stopping:
             sync.leave(is_last and not is_stopping)
@@ -137,8 +141,8 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_evaluating or is_saving:
             log.restart_clock()
         if is_stopping:
-            return Outcome(state, evaluation, finished=False)
-    return Outcome(state, evaluation, finished=True)
+            return Outcome(state, step, evaluation, finished=False)
+    return Outcome(state, step, evaluation, finished=True)
 
 
 def _check_finite(config: TrainConfig, state: TrainState, step: int) -> None:

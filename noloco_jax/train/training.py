@@ -16,9 +16,9 @@ from noloco_jax.checkpoint.record import HISTORY_FILE, write_start
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
-from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import Processes, run_processes
+from noloco_jax.cluster.start import joined
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import holder_of, workdir_locked
 from noloco_jax.config import CONFIG_FILE, Change, TrainConfig, to_dict
@@ -76,8 +76,8 @@ def train_at(
       **choices: passed to `train`.
     """
     use_gpu_memory()
-    with joined(place, to_dict(config), start_timeout):
-        use_cpu_cores(config, 1 if place is None else place.num_processes)
+    with joined(place, to_dict(config), start_timeout) as num_processes:
+        use_cpu_cores(config, num_processes)
         with full_disk_told(workdir):
             return train(config, workdir, **choices)
 
@@ -88,6 +88,7 @@ def train(
     *,
     from_step: int | None = None,
     dry_run: bool = False,
+    force_unlock: bool = False,
     wandb_project: str | None = None,
     processes: Processes | None = None,
     mode: Mode | None = None,
@@ -102,6 +103,7 @@ def train(
       from_step: the checkpoint to go back to, see `Checkpointer.start_step`; None: the newest.
       dry_run: check everything, including the files of the checkpoint to resume from, and stop before anything is
         compiled or written.
+      force_unlock: take the lock of a trainer on another machine.
       wandb_project: W&B project to log to as well.
       processes: processes that train together; None: all processes of JAX.
       mode: mode of this process; None: `WholeRun`.
@@ -132,11 +134,10 @@ def train(
         )
     if dry_run and (holder := holder_of(workdir)) is not None:
         console.print(
-            f"{workdir} was locked by {holder} and not released: wait until that process has ended, or give "
-            "another --workdir"
+            f"{workdir} is locked by {holder}: wait for its end, or give --force_unlock once you know that it has ended"
         )
     with (
-        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, console.print),
+        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, force=force_unlock),
         Stop(processes) as stop,
         Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
         contextlib.ExitStack() as others,
@@ -169,7 +170,10 @@ def train(
             return _begins_again(console, stop)
         streams.start()  # the first batches are made during compilation
         is_new = start is None and given is None
+        stop.current = "the compilation"
         programs = _compile(config, programs, console, unused=mode.unused, is_new=is_new)
+        if stop.is_due():
+            return _begins_again(console, stop)
         sync = mode.sync(config, programs)
         batches = GlobalBatches(streams, programs)
         if start is None:
@@ -204,10 +208,10 @@ def train(
 
     streams.close()  # after a failure the streams close when the process ends
     if not outcome.finished and sync.end_reason is not None:
-        console.print(f"{sync.end_reason}: everything is saved, and there is nothing more to do here")
+        console.print(f"{sync.end_reason}: everything is saved at step {outcome.step}, nothing is left to do here")
         return 0
     if not outcome.finished:
-        console.print(f"{stop.reason}: everything is saved, the same command resumes the run")
+        console.print(f"{stop.reason}: everything is saved at step {outcome.step}, the same command resumes from there")
         return stop.exit_status
     with told_if_slow("writing the sample: its programs compile first", console.print):
         sample = sample_of_run(config, tokenizer, programs, outcome.state.params)
@@ -307,7 +311,7 @@ def _show_complete(console: Console, workdir: Path, steps: int, changed: Sequenc
 
 
 def _begins_again(console: Console, stop: Stop) -> int:
-    """Print that an island was told to stop before it trained; return the exit status."""
+    """Print that the run was told to stop before its first step; return the exit status."""
     console.print(f"{stop.reason} before training: the same command starts again")
     return stop.exit_status
 

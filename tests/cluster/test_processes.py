@@ -27,8 +27,9 @@ def test_a_single_process_gathers_broadcasts_and_stops_alone():
 # barrier, and process 0 sends itself a SIGTERM.
 SEVERAL = """
 import json, os, signal, time
+import jax
 from argparse import Namespace
-from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.start import joined
 from noloco_jax.cluster.place import find_place
 from noloco_jax.cluster import processes as module
 from noloco_jax.cluster.processes import run_processes
@@ -38,25 +39,25 @@ place = find_place(Namespace(coordinator=None, num_processes=None, process_id=No
 with joined(place, {}, 60):
     processes = run_processes()
     asked = []
-    told = [processes.broadcast(lambda: asked.append(i) or {"number": i, "by": place.process_id}) for i in range(5)]
+    told = [processes.broadcast(lambda: asked.append(i) or {"number": i, "by": jax.process_index()}) for i in range(5)]
     processes.barrier("told")
-    told += [processes.broadcast(lambda: {"number": i, "by": place.process_id}) for i in range(5, 14)]
+    told += [processes.broadcast(lambda: {"number": i, "by": jax.process_index()}) for i in range(5, 14)]
     processes.barrier("more")
-    told += [processes.broadcast(lambda: {"number": i, "by": place.process_id}) for i in range(14, 24)]
+    told += [processes.broadcast(lambda: {"number": i, "by": jax.process_index()}) for i in range(14, 24)]
     kept = len(module.distributed.global_state.client.key_value_dir_get(module._BROADCASTS))
-    gathered = processes.gather({"process": place.process_id, "text": "x" * 5000 * place.process_id})
+    gathered = processes.gather({"process": jax.process_index(), "text": "x" * 5000 * jax.process_index()})
     processes.barrier("before")
-    if place.process_id == 1:
+    if jax.process_index() == 1:
         time.sleep(1)
     came = time.monotonic()
     processes.barrier("late")
     left = time.monotonic()
     processes.agree_to_stop(False)
-    if place.process_id == 0:
+    if jax.process_index() == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     step = 1
     while not processes.agree_to_stop(False):
-        time.sleep(0.02 * (1 + place.process_id))  # different speeds
+        time.sleep(0.02 * (1 + jax.process_index()))  # different speeds
         step += 1
     result = {"told": told, "asked": asked, "kept": kept, "first": processes.is_first}
     result |= {"alone": processes.alone, "gathered": gathered, "came": came, "left": left, "stopped_at": step}
@@ -121,8 +122,9 @@ def test_all_processes_stop_at_the_same_step_after_one_gets_sigterm(results):
 # One of two processes is killed while the other gathers or only sleeps.
 LOST = """
 import os, signal, sys, time
+import jax
 from argparse import Namespace
-from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.start import joined
 from noloco_jax.cluster.place import find_place
 from noloco_jax.cluster.processes import run_processes
 
@@ -130,7 +132,7 @@ place = find_place(Namespace(coordinator=None, num_processes=None, process_id=No
 with joined(place, {}, 60):
     processes = run_processes()
     processes.gather(1)
-    if place.process_id == int(sys.argv[1]):
+    if jax.process_index() == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[2] == "exchange":
         processes.gather(2)
@@ -153,17 +155,18 @@ def test_a_lost_process_ends_the_other_with_one_line_and_status_1(victim, doing)
 # Process 1 arrives after Gloo's timeout, within which `gather` alone would have to start.
 WAITING = """
 import os, time
+import jax
 from argparse import Namespace
-from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.start import joined
 from noloco_jax.cluster.place import find_place
 from noloco_jax.cluster.processes import run_processes
 
 place = find_place(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
 with joined(place, {}, 60):
     processes = run_processes()
-    time.sleep(35 * place.process_id)
+    time.sleep(35 * jax.process_index())
     processes.wait_at("late", 60)
-    print("RESULT", processes.gather(place.process_id))
+    print("RESULT", processes.gather(jax.process_index()))
 """
 
 

@@ -1,11 +1,14 @@
 """Requests to stop a run: signals to this process alone, and the agreement of several."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.cluster.stop import Stop
+from support.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -18,6 +21,28 @@ def test_a_signal_stops_a_process_after_its_step(number, status, reason):
         signal.raise_signal(number)
         assert stop.is_due()
     assert (stop.exit_status, stop.reason) == (status, reason)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_announced_while_the_main_thread_is_inside_one_call(number):
+    """As in a compilation: Python runs no handler of its own there."""
+    program = f"""
+import hashlib, os, threading
+from noloco_jax.cluster.processes import OneProcess
+from noloco_jax.cluster.stop import Stop
+
+with Stop(OneProcess()) as stop:
+    stop.current = "step 7"
+    threading.Timer(0.3, os.kill, (os.getpid(), {int(number)})).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 8_000_000)
+    print("handlers may run", flush=True)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, timeout=60)
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    again = "; Ctrl-C again ends it now, without saving" if number == signal.SIGINT else ""
+    lines = [f"{name}: the run saves and stops after step 7{again}", "handlers may run"]
+    assert done.stdout.splitlines() == lines
 
 
 def test_a_second_ctrl_c_ends_a_process_at_once():

@@ -65,7 +65,7 @@ def test_islands_join_are_removed_and_move_while_the_others_train(group, capsys)
     assert (merged.rounds.keys(), merged.away) == ({"paris", "oslo"}, {})
 
     assert rome.wait(120) == 0  # it ends by itself, and refuses to start again
-    assert "rome was removed from the run: everything is saved, and there is nothing more to do" in group.said("rome")
+    assert "rome was removed from the run: everything is saved at step" in group.said("rome")
     group.start("rome")
     assert group.running.pop("rome").wait(120) == 2
     assert "rome was removed from the run, before round" in group.said("rome")

@@ -2,7 +2,6 @@
 
 import signal
 
-import numpy as np
 import pytest
 
 from support import processes
@@ -26,7 +25,7 @@ def test_overlapped_host_exchanges_train_and_resume_as_in_one_process(config):
     assert [status for status, _ in results] == [75, 75], processes.report(results)
     results = processes.run(config, stopped, *LATE, number=2, devices=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
-    np.testing.assert_allclose(processes.losses(stopped, 2), processes.losses(alone), rtol=1e-5)
+    processes.assert_same_losses(stopped, alone)
     processes.assert_same_training(stopped, alone)
 
 

@@ -48,6 +48,4 @@ def test_kept_replicas_are_restored_bitwise(four, layout, request):
 
 
 def test_data_are_distributed_alike_over_two_processes_and_in_one(alone, over_two):
-    mine, expected = processes.losses(over_two, 2)[8:], processes.losses(alone)[8:]
-    assert len(mine) == 4
-    np.testing.assert_allclose(mine, expected, rtol=1e-5)
+    processes.assert_same_losses(over_two, alone, since=8)

@@ -34,6 +34,7 @@ from ml_collections import ConfigDict
 def get_config():
     return ConfigDict({{
         "num_replicas": 4, "num_steps": 24, "eval_every": 12, "eval_batches": 2, "log_every": 1, "checkpoint_every": 4,
+        "log_replicas": True,
         "model": {{"kind": {kind!r}, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}},
         "inner": {{"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2, "eps": 1e-4}},
         "outer": {{"sync_every": 4}},
@@ -211,11 +212,16 @@ def weights(workdir: Path) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree.leaves_with_path(params)}
 
 
-def losses(workdir: Path, number: int = 1) -> np.ndarray:
-    """The mean loss of every step, of a run of so many processes, each with as many replicas as any other."""
-    files = ["metrics.jsonl", *(f"metrics.{process}.jsonl" for process in range(1, number))]
-    entries = [metrics(workdir, name) for name in files]
-    return np.mean([[line["loss"] for line in lines if line["kind"] == "train"] for lines in entries], axis=0)
+def assert_same_losses(workdir: Path, other: Path, since: int = 0) -> None:
+    """Compare the losses, to float32 rounding, of the first process's replicas of `workdir` after step `since`."""
+    mine, theirs = ([line for line in metrics(folder) if line["kind"] == "train"] for folder in (workdir, other))
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs]
+    for line, expected in zip(mine, theirs, strict=True):
+        found = line["loss_replicas"]
+        assert found
+        if line["step"] > since:
+            wanted = [expected["loss_replicas"][replica] for replica in found]
+            np.testing.assert_allclose([*found.values()], wanted, rtol=1e-5)
 
 
 def assert_same_training(workdir: Path, other: Path) -> None:

@@ -1,0 +1,153 @@
+"""Start and end of several processes as one run."""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax._src import distributed  # the key-value store that processes share has no public name
+
+from noloco_jax.cluster.place import Place
+from noloco_jax.cluster.processes import is_of_exchange
+from noloco_jax.config import flatten
+from noloco_jax.errors import INTERRUPTED, StartError, UserError, report, tell
+
+_MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all processes need one version
+_COMPARE_SECONDS = 60.0
+_SERVICE_SECONDS = 1.0  # process 0 holds the store: its end aborts whoever has not left yet
+_abort_handlers: list[object] = []  # called by C: kept from the garbage collector
+
+
+@contextlib.contextmanager
+def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> Iterator[int]:
+    """Run the body as one of the run's processes, connected by `jax.distributed`; gives their number.
+
+    An error in one process ends it at once, without JAX's farewell, in which it would wait for the others while they
+    wait for it. The others end with exit status 1 at their next exchange with it, and after 100 seconds at the latest.
+    So they do if a process is killed.
+
+    Args:
+      place: this process's; None: it is alone.
+      config: the resolved configuration, which has to be the same everywhere.
+      timeout: seconds to wait for the others.
+    """
+    if place is None:
+        yield 1
+        return
+    here = f" (process {place.process_id or 0} on {socket.gethostname()})"
+    try:
+        here = _connect(place, timeout)
+        _check_same({**{name: importlib.metadata.version(name) for name in _MUST_MATCH}, **flatten(config, "config.")})
+        yield jax.process_count()
+        jax.distributed.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            # All is done. Launchers that saw another process end first send a SIGTERM, whose status they would report.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        sys.stdout.flush()
+        status = _report(error, here)
+        sys.stderr.flush()
+        if distributed.global_state.process_id == 0:
+            time.sleep(_SERVICE_SECONDS)
+        os._exit(status)
+
+
+def _report(error: BaseException, here: str) -> int:
+    """Report the error that ends this process; return its exit status."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, UserError):
+        tell(f"error: {error}{here}")
+        return error.exit_status
+    if is_of_exchange(error):
+        tell(
+            f"error: another process has ended, or is out of reach ({' '.join(str(error).split())[:300]}): the same "
+            f"command resumes from the last checkpoint{here}"
+        )
+        return 1
+    return report(error)
+
+
+def _connect(place: Place, timeout: float) -> str:
+    """Connect all processes; return this one's number and host, in parentheses, for messages."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    end_with_status_on_abort(
+        f"error: the processes of the run did not come together within {timeout:g} s: start all of them with the same "
+        "--coordinator and --num_processes and a --process_id each, or raise --start_timeout"
+    )
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.num_processes,
+            place.process_id,
+            local_device_ids=place.local_device_ids,
+            cluster_detection_method=None if place.is_launched else "deactivate",
+            initialization_timeout=max(int(timeout), 1),
+            shutdown_timeout_seconds=1800,  # the first process draws and samples while the others wait
+        )
+    except ValueError as error:
+        raise UserError(
+            f"JAX does not find the place of this process ({error}): give --coordinator, --num_processes and "
+            "--process_id"
+        ) from None
+    except RuntimeError as error:
+        raise StartError(f"{' '.join(str(error).split())[:300]}: start all processes again") from None
+    here = f" (process {jax.process_index()} on {socket.gethostname()})"
+    end_with_status_on_abort(
+        f"error: JAX ended this process, for the reason above: the same command resumes from the last checkpoint{here}"
+    )
+    return here
+
+
+def _check_same(values: Mapping[str, Any]) -> None:
+    """Raise `UserError`, on every process, if one has other values than process 0; it names the first that differs."""
+    client: Any = distributed.global_state.client
+    texts = {name: repr(value) for name, value in values.items()}
+    content = json.dumps([socket.gethostname(), texts])
+    own = f"noloco_jax/same/{{}}/{jax.process_index()}"
+    client.key_value_set(own.format("values"), content)
+    client.key_value_set(own.format("digests"), hashlib.sha256(json.dumps(texts).encode()).hexdigest())
+    client.wait_at_barrier("noloco_jax/values", int(1000 * _COMPARE_SECONDS))
+    digests = {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get("noloco_jax/same/digests")}
+    others = sorted(process for process, digest in digests.items() if digest != digests[0])
+    if not others:
+        return
+    (first, mine), (host, theirs) = (
+        json.loads(client.blocking_key_value_get(f"noloco_jax/same/values/{process}", int(1000 * _COMPARE_SECONDS)))
+        for process in (0, others[0])
+    )
+    client.wait_at_barrier("noloco_jax/compared", int(1000 * _COMPARE_SECONDS))
+    name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+    raise UserError(
+        f"process {others[0]} on {host} has {name}={theirs.get(name, 'no value')}, process 0 on {first} has "
+        f"{mine.get(name, 'no value')}: make them the same"
+    )
+
+
+def end_with_status_on_abort(line: str, status: int = 1) -> None:
+    """Make an abort(), from now on, end this process with one line and an exit status; 1: a retry may succeed.
+
+    A process dies of the signal otherwise, which reads as a crash. Python's own handlers run between two of its
+    instructions, which an aborting process does not live to see, and JAX can tell Python of no lost process: it calls
+    `missed_heartbeat_callback` with a status that has no form in Python (jaxlib 0.10 and 0.12).
+    """
+    content = f"{line}\n".encode()
+
+    def end(_: int) -> None:
+        os.write(2, content)
+        os._exit(status)
+
+    _abort_handlers.append(handler := ctypes.CFUNCTYPE(None, ctypes.c_int)(end))
+    ctypes.CDLL(None).signal(signal.SIGABRT, handler)
