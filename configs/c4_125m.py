@@ -1,4 +1,6 @@
-"""The paper's small Llama (hidden 768, 12 layers) on C4: 8 replicas, 0.5M tokens a step, 25,000 steps.
+"""310M parameters on C4: the paper's 125M Llama (768 wide, 12 layers) with Llama 3's tokenizer.
+
+8 replicas, 0.5M tokens a step, 25,000 steps.
 
 The data is the English part of C4, some 300 GB in `c4-{train,validation}.*.json.gz` files, which are read from the hub;
 the tokenizer is Llama 3's, whose licence has to be accepted once on its page:

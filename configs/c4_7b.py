@@ -1,4 +1,6 @@
-"""The paper's 6.8B Llama (hidden 4096, 32 layers) on C4: 16 replicas, 2M tokens a step, 25,000 steps.
+"""9.64B parameters on C4: the paper's 6.8B Llama (4096 wide, 32 layers) with Llama 3's tokenizer.
+
+16 replicas, 2M tokens a step, 25,000 steps.
 
 The data is the English part of C4, some 300 GB in `c4-{train,validation}.*.json.gz` files, which are read from the hub;
 the tokenizer is Llama 3's, whose licence has to be accepted once on its page:

@@ -1,4 +1,4 @@
-"""A 4 million parameter Llama on C4 documents, to compare methods on a CPU within the hour.
+"""6.29M parameters on C4 documents, a Llama to compare methods on a CPU within the hour.
 
     python -m noloco_jax.train --config=configs/c4_tiny.py --workdir=runs/c4_tiny \\
         --config.data.path=c4/en --config.data.tokenizer=TOKENIZER_FOLDER

@@ -2,7 +2,7 @@
 
 They take an argument after a colon: a method, and optionally replicas and pipeline stages, as in
 `--config=configs/c4_1b.py:noloco,replicas=16,stages=2`. The global batch is the paper's however many replicas share it,
-also where `--config.num_replicas` says how many. `:diloco` is the paper's baseline; `--config.method=diloco` in its
+also where `--config.num_replicas` says how many; numbers that do not divide it are refused. `:diloco` is the paper's baseline; `--config.method=diloco` in its
 place leaves out what is here for noloco's outer step, and takes DiLoCo's own defaults.
 
 `best` in place of a method is NoLoCo with all that we have found to bring it closer to data parallel training at a
@@ -24,6 +24,19 @@ SIZES = {
 # Of each method: the outer learning rate and momentum, and the inner steps between two outer steps.
 OUTER = {"noloco": (0.7, 0.5, 50), "diloco": (0.7, 0.3, 100)}
 METHODS = (*OUTER, "ddp", "local", "best")
+
+
+class GlobalBatch(int):
+    """Sequences of a step, which replicas share equally."""
+
+    def __floordiv__(self, replicas):
+        """Return a replica's share; the reference to `num_replicas` calls this once that is known."""
+        if isinstance(replicas, int) and self % replicas:
+            raise ValueError(
+                f"num_replicas={replicas} does not divide the {self} sequences of a step: give a divisor, or "
+                "set data.batch_size"
+            )
+        return super().__floordiv__(replicas)
 
 
 def outer_config(method: str) -> ConfigDict:
@@ -74,7 +87,7 @@ def paper_config(argument: str, size: str, data: str) -> ConfigDict:
     method, options = _parse(argument, {"replicas": replicas, "stages": 1})
 
     config = ConfigDict()
-    config.num_replicas = options["replicas"]
+    config.num_replicas = replicas
     config.num_steps = 25_000
     config.eval_every = 1000
     config.checkpoint_every = 1000
@@ -103,7 +116,9 @@ def paper_config(argument: str, size: str, data: str) -> ConfigDict:
     config.data.kind = {"c4": "c4", "reddit": "parquet"}[data]
     config.data.tokenizer = "meta-llama/Meta-Llama-3-8B"
     config.data.sequence_length = SEQUENCE_LENGTH
-    config.data.batch_size = global_batch // config.get_oneway_ref("num_replicas")
+    config.data.batch_size = GlobalBatch(global_batch) // config.get_oneway_ref("num_replicas")
+
+    config.num_replicas = options["replicas"]  # after the share of the batch, which a flag may still set
 
     if options["stages"] > 1:
         config.mesh = ConfigDict({"stage": options["stages"]})

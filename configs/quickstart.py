@@ -1,4 +1,4 @@
-"""NoLoCo in minutes on two CPU cores: 4 virtual replicas learn to write Python from Python's standard library.
+"""591k parameters on Python's standard library: NoLoCo with 4 virtual replicas, in minutes on two CPU cores.
 
     bash launch/quickstart.sh
 

@@ -1,4 +1,6 @@
-"""The paper's small Llama (hidden 768, 12 layers) on Reddit comments: 8 replicas, 0.5M tokens a step, 25,000 steps.
+"""310M parameters on Reddit comments: the paper's 125M Llama (768 wide, 12 layers) with Llama 3's tokenizer.
+
+8 replicas, 0.5M tokens a step, 25,000 steps.
 
 The data is two folders of parquet files with Llama 3 tokens: `input_ids` beside either `label` or `attention_mask`.
 

@@ -1,4 +1,6 @@
-"""The paper's 1.3B Llama (hidden 2048, 24 layers) on Reddit comments: 8 replicas, 1M tokens a step, 25,000 steps.
+"""2.14B parameters on Reddit comments: the paper's 1.3B Llama (2048 wide, 24 layers) with Llama 3's tokenizer.
+
+8 replicas, 1M tokens a step, 25,000 steps.
 
 The data is two folders of parquet files with Llama 3 tokens: `input_ids` beside either `label` or `attention_mask`.
 

@@ -1,4 +1,6 @@
-"""The paper's 6.8B Llama (hidden 4096, 32 layers) on Reddit comments: 16 replicas, 2M tokens a step, 25,000 steps.
+"""9.64B parameters on Reddit comments: the paper's 6.8B Llama (4096 wide, 32 layers) with Llama 3's tokenizer.
+
+16 replicas, 2M tokens a step, 25,000 steps.
 
 The data is two folders of parquet files with Llama 3 tokens: `input_ids` beside either `label` or `attention_mask`.
 

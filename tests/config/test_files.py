@@ -9,6 +9,8 @@ import pytest
 from noloco_jax.config import TrainConfig, from_dict, load_config
 from noloco_jax.config.config_file import read_config_file
 from noloco_jax.errors import UserError
+from noloco_jax.formatting import format_count
+from noloco_jax.model.kind import num_params
 from support.paths import CONFIGS
 
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "paper")
@@ -93,6 +95,12 @@ def test_the_argument_chooses_the_method():
             assert load(name, method, *required_flags(name)).method == method
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_a_config_says_first_how_many_parameters_it_has(name):
+    said = (CONFIGS / f"{name}.py").read_text().removeprefix('"""').partition(" parameters")[0]
+    assert said == format_count(num_params(load(name, "", *required_flags(name)).model)[0])
+
+
 def test_the_global_batch_does_not_depend_on_the_replicas():
     for argument in ("noloco,replicas=16", "noloco,replicas=4,stages=2", "ddp,replicas=1"):
         config = load("c4_125m", argument)
@@ -101,6 +109,16 @@ def test_the_global_batch_does_not_depend_on_the_replicas():
 
 def test_the_replicas_flag_divides_the_global_batch_like_the_argument():
     assert load("c4_1b", "", "--config.num_replicas=32") == load("c4_1b", "noloco,replicas=32")
+
+
+@pytest.mark.parametrize("replicas", [3, 12, 24])
+def test_replicas_that_do_not_divide_the_global_batch_are_refused(replicas):
+    message = f"num_replicas={replicas} does not divide the 512 sequences of a step"
+    for argument, flags in ((f"ddp,replicas={replicas}", []), ("ddp", [f"--config.num_replicas={replicas}"])):
+        with pytest.raises(UserError, match=message) as refused:
+            load("c4_125m", argument, *flags)
+        assert "\n" not in str(refused.value)
+        assert load("c4_125m", argument, *flags, "--config.data.batch_size=7").data.batch_size == 7
 
 
 def test_the_argument_cuts_a_replica_into_stages():
@@ -130,7 +148,10 @@ def test_best_changes_only_optimizer_and_outer_step_for_any_number_of_replicas(n
     assert best.inner.adam_lr == plain.inner.lr and best.inner.min_lr == pytest.approx(best.inner.lr / 10)
     assert dataclasses.replace(best, inner=plain.inner, outer=plain.outer) == plain
     if name != "c4_tiny":
-        orders = {replicas: load(name, f"best,replicas={replicas}").outer.order for replicas in (4, 6)}
+        orders = {
+            replicas: load(name, f"best,replicas={replicas}", "--config.data.batch_size=1").outer.order
+            for replicas in (4, 6)
+        }
         assert orders == {4: "hypercube", 6: "passes"}
 
 
