@@ -2,8 +2,9 @@
 
 They take an argument after a colon: a method, and optionally replicas and pipeline stages, as in
 `--config=configs/c4_1b.py:noloco,replicas=16,stages=2`. The global batch is the paper's however many replicas share it,
-also where `--config.num_replicas` says how many; numbers that do not divide it are refused. `:diloco` is the paper's baseline; `--config.method=diloco` in its
-place leaves out what is here for noloco's outer step, and takes DiLoCo's own defaults.
+also where `--config.num_replicas` says how many; numbers that do not divide it are refused. `:diloco` is the paper's
+baseline; `--config.method=diloco` in its place leaves out what is here for noloco's outer step, and takes DiLoCo's own
+defaults.
 
 `best` in place of a method is NoLoCo with all that we have found to bring it closer to data parallel training at a
 66th of the bytes; configs/README.md has the figures, which are of small models.
