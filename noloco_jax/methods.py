@@ -35,7 +35,7 @@ class Method:
       pairing: config -> the pairing or graphs; None if all replicas or none exchange.
       num_partners: config -> number of other replicas to which a replica sends in an outer step; None if all or none.
       averages_gradients: True if gradients are averaged over all replicas at every step.
-      outer_collectives: the kinds of collectives between replicas in an outer step.
+      outer_collectives: the collectives (JAX primitives) between replicas in an outer step.
       also_unused: further fields of the configuration that the method ignores; "outer." stands for all of that group.
       baseline: field -> its value when the method is compared with a noloco configuration, instead of `defaults`
         (DiLoCo's is the baseline of the paper's Section 4); None: the value in `defaults`.
@@ -288,7 +288,7 @@ METHODS: dict[str, Method] = {
             defaults=DEFAULTS["noloco"],
             pairing=_pairing,
             num_partners=lambda config: config.outer.group_size - 1,
-            outer_collectives=("collective-permute",),
+            outer_collectives=("ppermute",),
         ),
         Method(
             "diloco",
@@ -296,7 +296,7 @@ METHODS: dict[str, Method] = {
             _check_wire,
             _diloco,
             defaults=DEFAULTS["diloco"],
-            outer_collectives=("all-reduce",),
+            outer_collectives=("psum",),
             baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
             sync_factor=2,
             equal_after_outer_steps=True,
@@ -309,7 +309,7 @@ METHODS: dict[str, Method] = {
             defaults=DEFAULTS["epidemic"],
             pairing=_neighbours,
             num_partners=_num_neighbours,
-            outer_collectives=("collective-permute",),
+            outer_collectives=("ppermute",),
             also_unused=("outer.state_dtype", "outer.offload"),
         ),
         Method(
@@ -318,7 +318,7 @@ METHODS: dict[str, Method] = {
             _check_sparseloco,
             _sparseloco,
             defaults=DEFAULTS["sparseloco"],
-            outer_collectives=("all-gather", "collective-permute"),  # the latter (a ring) if replicas are sharded
+            outer_collectives=("all_gather", "ppermute"),  # the latter (a ring) if replicas are sharded
             also_unused=("outer.delay",),
             baseline={"lr": None},
             equal_after_outer_steps=True,

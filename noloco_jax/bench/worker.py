@@ -56,7 +56,7 @@ def measure(config: TrainConfig, options: Options) -> Result:
     memory = program_memory(programs)
     peak = compiled_peak(memory)
     messages = messages_of(config, programs.mesh.shape)
-    in_inner_steps = messages.mean_of_inner_steps
+    in_inner_steps = messages.inner_step
     result: Result = {
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -64,7 +64,7 @@ def measure(config: TrainConfig, options: Options) -> Result:
         "mesh": dict(programs.mesh.shape),
         "compile_seconds": programs.compile_seconds,
         "pairings": num_pairings(config) or None,
-        "bytes_sent": in_inner_steps if method_of(config).averages_gradients else messages.mean_of_outer_steps,
+        "bytes_sent": in_inner_steps if method_of(config).averages_gradients else messages.outer_step,
         "bytes_sent_inner_step": in_inner_steps or None,
         "program_memory_bytes": memory,
         "compiled_peak_memory_bytes": peak,

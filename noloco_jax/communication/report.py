@@ -1,22 +1,25 @@
-"""Compilation of a run's programs, and the collectives that they hold."""
+"""Collectives of a run's programs, and those that its method does not allow."""
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.spmd.background import build_background, host_mesh, is_in_background, lower_background
-from noloco_jax.spmd.compile import PROGRAMS, compile_programs
-from noloco_jax.spmd.hlo import Collective, Traffic, read_hlo
+from noloco_jax.formatting import format_bytes
+from noloco_jax.methods import method_of
+from noloco_jax.spmd import sharding
+from noloco_jax.spmd.background import background_arguments, build_background, is_in_background
+from noloco_jax.spmd.compile import PROGRAMS, arguments_of
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
+from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.spmd.shared_batch import spans_processes
-from noloco_jax.train.messages import num_pairings
+from noloco_jax.spmd.traffic import Collective, bytes_sent, collectives_of
 
-EVALUATION = ("evaluate", "merge", "spread")  # the programs that an evaluation runs
+_EXCHANGES = ("outer_step", "exchange")  # of the devices, or over the hosts
+_EVALUATION = ("merge", "spread")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,83 +29,76 @@ class Report:
     Attributes:
       config: the run.
       mesh_shape: mesh axis -> devices.
-      parameter_bytes: a replica's parameters on one device, in float32 as they are sent.
-      num_pairings: partitions of the replicas that outer steps draw from; 0 for methods without.
-      traffic: program -> its collectives: those of `PROGRAMS` that there are; where exchanges run over the hosts
-        "solo", "exchange" and "keep" in the place of "outer_step".
+      parameter_bytes: a replica's parameters on the devices of one of its stages, in float32.
+      collectives: program -> its collectives. Where exchanges run over the hosts, "solo" and "exchange" stand in the
+        place of "outer_step".
     """
 
     config: TrainConfig
     mesh_shape: dict[str, int]
     parameter_bytes: int
-    num_pairings: int
-    traffic: dict[str, Traffic]
-
-    @property
-    def exchanging(self) -> Traffic | None:
-        """Traffic of the program by which replicas meet, on the devices or the hosts."""
-        return self.traffic.get("exchange", self.traffic.get("outer_step"))
-
-    @property
-    def slots(self) -> int:
-        """Replicas of one device."""
-        return self.config.num_replicas // self.mesh_shape["replica"]
+    collectives: dict[str, list[Collective]]
 
 
-def inspect_run(
-    config: TrainConfig, devices: list, only: Collection[str] = PROGRAMS, *, num_processes: int = 1
-) -> Report:
-    """Compile a run's programs, each once, and read their collectives.
+def inspect_run(config: TrainConfig, devices: list, *, num_processes: int = 1) -> Report:
+    """Trace a run's programs and read their collectives; nothing is compiled or put on a device.
 
     Args:
       config: the run.
-      devices: to compile for; nothing is put on them.
-      only: which of `PROGRAMS` to compile.
+      devices: of the run.
       num_processes: of the run, which have as many of the devices each.
 
     Raises:
       UserError: if the run does not fit the devices.
     """
     mesh = make_mesh(config, devices)
-    shares_batches = spans_processes(mesh, len(devices) // num_processes)
-    programs = build_programs(config, mesh, shares_batches=shares_batches)
-    beside: dict[str, jax.stages.Compiled] = {}
+    programs = build_programs(config, mesh, shares_batches=spans_processes(mesh, len(devices) // num_processes))
+    traced: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        name: (getattr(programs, name), arguments_of(programs)[name]) for name in PROGRAMS
+    }
     if is_in_background(config, mesh):
-        lowered = lower_background(build_background(config, programs, host_mesh(mesh)), programs)
-        beside = {name: program.compile(dict(_options()) or None) for name, program in lowered.items()}
-        only = [name for name in only if name != "outer_step"]
-    programs = compile_programs(config, programs, only=only, options=_options())
-    mesh_shape = dict(programs.mesh.shape)
-    params = jax.tree.leaves(programs.state.params)
-    numel = sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in params)
-    return Report(
-        config=config,
-        mesh_shape=mesh_shape,
-        parameter_bytes=4 * numel * mesh_shape["replica"] // config.num_replicas,
-        num_pairings=num_pairings(config),
-        traffic={
-            name: read_hlo(program.as_text() or "", mesh_shape)
-            for name, program in {**programs.compiled, **beside}.items()
-        },
-    )
+        background = build_background(config, programs, mesh)  # the mesh of the hosts has the same shape
+        del traced["outer_step"]
+        for name, arguments in background_arguments(background, programs).items():
+            traced[name] = getattr(background, name), arguments
+    shape = dict(mesh.shape)
+    found = {name: collectives_of(*traced[name], shape) for name in traced if traced[name][0] is not None}
+    return Report(config, shape, _parameter_bytes(programs), found)
 
 
-def _options() -> dict[str, Any]:
-    # Collectives are settled before machine code is made, which on the CPU takes longer than all the rest.
-    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+def _parameter_bytes(programs: Programs) -> int:
+    """Return the bytes of one replica's parameters on one stage, as they are sent: whole, in float32."""
+
+    def size(x: Any) -> int:
+        on_stage = NamedSharding(programs.mesh, sharding.manual(x.sharding.spec)).shard_shape(x.shape)
+        return 4 * int(np.prod(on_stage[1:]))
+
+    return sum(map(size, jax.tree.leaves(programs.state.params)))
 
 
-def crosses_replicas(collective: Collective) -> bool:
-    """Return True if data goes from one replica's devices to another's."""
-    return "replica" in collective.axes
+def unexpected_collectives(report: Report) -> list[str]:
+    """Return a line for each collective that crosses replicas where the method exchanges nothing, and for an excess.
 
-
-def bytes_across_replicas(traffic: Traffic) -> tuple[int, int]:
-    """Return the least and the most bytes that a device puts into collectives that cross replicas."""
-    return traffic.extent(lambda collective: collective.bytes * crosses_replicas(collective))
-
-
-def operands_text(collective: Collective) -> str:
-    """Return the first of a collective's operands and the number of further ones, as text."""
-    first, *others = collective.operands or ("nothing",)
-    return f"{first} +{len(others)}" if others else first
+    An inner step may cross replicas only where the method averages gradients, or to send a micro-batch to the next
+    stage of another replica. The merge and the spread of an evaluation average all replicas.
+    """
+    method = method_of(report.config)
+    lines = []
+    for program, found in report.collectives.items():
+        for one in found:
+            if program in _EXCHANGES:
+                is_allowed = one.operation in method.outer_collectives
+            elif program == "inner_step":
+                is_allowed = method.averages_gradients or (one.operation == "ppermute" and "stage" in one.axes)
+            else:
+                is_allowed = program in _EVALUATION and one.operation == "psum"
+            if "replica" in one.axes and not is_allowed:
+                lines.append(f"{program}: {one.operation} of {format_bytes(one.bytes)} crosses {', '.join(one.axes)}")
+    exchange = next((report.collectives[name] for name in _EXCHANGES if name in report.collectives), None)
+    if exchange is not None and method.num_partners is not None:
+        slots = report.config.num_replicas // report.mesh_shape["replica"]
+        due = method.num_partners(report.config) * slots * report.parameter_bytes
+        if (sent := bytes_sent(exchange)) > due:
+            excess = f"a device sends {format_bytes(float(sent))}, and its parameters are {format_bytes(due)}"
+            lines.append(f"outer step: {excess}")
+    return lines

@@ -157,7 +157,7 @@ class Membership:
     def messages(config: TrainConfig, solo: SoloPrograms) -> Messages:
         """Return the traffic of an island in a round that has a partner."""
         size = sum(spec.nbytes for spec in specs_of(solo.code))
-        return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
+        return Messages(outer_step=size)
 
     @staticmethod
     def codec(config: TrainConfig, solo: SoloPrograms) -> Codec:

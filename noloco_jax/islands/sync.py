@@ -109,7 +109,7 @@ class IslandSync:
             return lines
         status = self._steps.agent.status()
         for one in met:
-            size = self._messages.of_outer_step(one.round)
+            size = self._messages.outer_step
             self._log.exchange(one, self._sent(one))
             figures = self._figures(one, status, self._log, seconds)
             lines.append(News(_line(one, status, size), "exchange", figures))
@@ -130,7 +130,7 @@ class IslandSync:
     def _sent(self, met: Met) -> int | float:
         """Return the bytes of a message that its partner has received."""
         was_exchanged = met.outcome in ("met", "late") or not met.factor
-        return self._messages.of_outer_step(met.round) if was_exchanged else 0
+        return self._messages.outer_step if was_exchanged else 0
 
     def _figures(self, met: Met, status: Status, log: IslandLog, seconds: float) -> dict[str, Any]:
         """Return what became of a message, and what the exchanges have come to with it, for metrics."""

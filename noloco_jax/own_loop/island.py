@@ -225,7 +225,7 @@ class Island:
         self._log = log = IslandLog(self._workdir, self._name, self._agent.recent.add)
         size = sum(spec.nbytes for spec in specs_of(solo.code))
         merge = FinalMerge(steps, self._name, weights, self._linger, lambda: False, self._report)
-        messages = Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
+        messages = Messages(outer_step=size)
         self._sync = IslandSync(schedule, steps, log, messages, lambda state: None, merge)
         begin(self._agent, self._workdir, lambda: False)
         self._began = time.monotonic()

@@ -152,25 +152,23 @@ def _placed(shapes: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
     )
 
 
-def lower_background(background: BackgroundPrograms, programs: Programs) -> dict[str, jax.stages.Lowered]:
-    """Lower the programs for the run's shapes, by their names."""
+def background_arguments(background: BackgroundPrograms, programs: Programs) -> dict[str, tuple[Any, ...]]:
+    """Return the shapes and shardings of each program's arguments, by its name."""
     params, _, outer = programs.state
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-
-    def on_hosts(sent: PyTree) -> PyTree:
-        return _placed(sent, background.hosts, jax.tree.map(lambda x: x.sharding.spec, sent))
-
+    number, outgoing = jax.ShapeDtypeStruct((), jnp.int32), background.outgoing
+    on_hosts = _placed(outgoing, background.hosts, jax.tree.map(lambda x: x.sharding.spec, outgoing))
     return {
-        "solo": background.solo.lower(params, outer),
-        "exchange": background.exchange.lower(on_hosts(background.outgoing), number),
-        "keep": background.keep.lower(params, outer, *background.arriving, number),
+        "solo": (params, outer),
+        "exchange": (on_hosts, number),
+        "keep": (params, outer, *background.arriving, number),
     }
 
 
 def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
     """Compile the programs for the run's shapes; the outer state they take and return is at rest."""
+    arguments = background_arguments(background, programs)
     with without_cache():  # which must not hold the programs of the hosts, and the others are small
-        compiled = {name: program.compile() for name, program in lower_background(background, programs).items()}
+        compiled = {name: getattr(background, name).lower(*shapes).compile() for name, shapes in arguments.items()}
     solo, keep = (from_rest(compiled[name], programs) for name in ("solo", "keep"))
     return replace(background, solo=solo, keep=keep, exchange=compiled["exchange"])
 

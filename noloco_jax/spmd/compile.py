@@ -47,18 +47,7 @@ def compile_programs(
       only: which of `PROGRAMS` and `FIRST_WEIGHTS` to compile; the others are compiled at their first call.
       options: XLA options by name, for all programs except `FIRST_WEIGHTS`, which has its own.
     """
-    params, inner, outer = programs.state
-    arguments = {
-        "share_batch": (programs.parts,),
-        "inner_step": (params, inner, programs.batch, jax.ShapeDtypeStruct((), jnp.int32)),
-        "outer_step": (params, outer),
-        "moved": (params, outer),
-        "correct_step": (params, outer),
-        "evaluate": (params, programs.batch),
-        "merge": (params,),
-        "spread": (params,),
-        FIRST_WEIGHTS: (jax.eval_shape(lambda: draws.key(0)),),
-    }
+    arguments = arguments_of(programs)
     compiling: dict[str, Future[tuple[jax.stages.Compiled, float]]] = {}
     with ThreadPoolExecutor(_num_threads(programs), "compile") as threads:
         for name in only:
@@ -74,6 +63,22 @@ def compile_programs(
     seconds = {name: seconds for name, (_, seconds) in done.items()}
     programs = dataclasses.replace(programs, **compiled, compiled=compiled, compile_seconds=seconds)
     return offloaded(programs) if config.outer.offload else programs
+
+
+def arguments_of(programs: Programs) -> dict[str, tuple[Any, ...]]:
+    """Return the shapes and shardings of each program's arguments, by its name."""
+    params, inner, outer = programs.state
+    return {
+        "share_batch": (programs.parts,),
+        "inner_step": (params, inner, programs.batch, jax.ShapeDtypeStruct((), jnp.int32)),
+        "outer_step": (params, outer),
+        "moved": (params, outer),
+        "correct_step": (params, outer),
+        "evaluate": (params, programs.batch),
+        "merge": (params,),
+        "spread": (params,),
+        FIRST_WEIGHTS: (jax.eval_shape(lambda: draws.key(0)),),
+    }
 
 
 def may_be_cached(mesh: Mesh) -> bool:

@@ -20,7 +20,7 @@ from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.exchange.axes import AxisName
 from noloco_jax.exchange.groups import all_mean
 from noloco_jax.methods import method_of
-from noloco_jax.model.kind import check_kind, init_params
+from noloco_jax.model.kind import check_kind, init_params, num_params
 from noloco_jax.outer.rule import OuterState, computed
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
@@ -191,8 +191,10 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         moved=moved,
         correct_step=outer_program(outer and outer.correct),
         evaluate=evaluate,
-        merge=jax.jit(_merge, out_shardings=on_mesh.params),
-        spread=jax.jit(partial(_spread, config.model), out_shardings=one_value),
+        merge=compiled(_merge, in_specs=(specs.params,), out_specs=specs.params, out_shardings=on_mesh.params),
+        spread=compiled(
+            partial(_spread, config.model), in_specs=(specs.params,), out_specs=P(), out_shardings=one_value
+        ),
         share_batch=share_program(mesh, names) if shares_batches else None,
     )
 
@@ -290,17 +292,15 @@ def _moved(outer: OuterOptimizer, params: PyTree, state: OuterState) -> jax.Arra
 
 
 def _merge(params: PyTree) -> PyTree:
-    def mean(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(jnp.mean(x, axis=0, dtype=jnp.float32).astype(x.dtype), x.shape)
+    return jax.tree.map(lambda mean, x: mean.astype(x.dtype), _mean_of_replicas(params), params)
 
-    return jax.tree.map(mean, params)
+
+def _mean_of_replicas(tree: PyTree) -> PyTree:
+    """Return the mean over all replicas of a device's slots, in float32, for each slot."""
+    return jax.vmap(partial(all_mean, axis_name=REPLICAS), axis_name=SLOT)(computed(tree))
 
 
 def _spread(model: ModelConfig, params: PyTree) -> jax.Array:
-    params = resize_vocabulary(model, params, model.vocab_size)
-    squares = [
-        jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32, keepdims=True)))
-        for x in jax.tree.leaves(params)
-    ]
-    numel_n = float(sum(x.size for x in jax.tree.leaves(params)))  # more than an int32 holds
-    return jnp.sqrt(sum(squares) / numel_n)
+    apart = jax.tree.map(jnp.subtract, computed(params), _mean_of_replicas(params))
+    squares_L = jax.vmap(partial(replica_square_norm, model))(apart)  # padding of the vocabulary is zero
+    return jnp.sqrt(_mean_of_replicas(squares_L)[0] / num_params(model)[0])

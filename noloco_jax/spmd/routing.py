@@ -1,12 +1,9 @@
 """Random pipeline routing (arXiv 2506.10911, Section 3): the replica whose next stage a micro-batch enters."""
 
-from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from noloco_jax.config import TrainConfig
 from noloco_jax.draws import ROUTES, below, permutation
 
 # Fewer replicas than this get several Latin squares, for more variety.
@@ -32,26 +29,6 @@ def route_pool(num_replicas: int, num_stages: int, seed: int, routing: str) -> n
             squares.append(symbols[(rows[:_MOST_ROUTES, None] + columns[None, :]) % num_replicas])
         pool.append(np.stack(squares, axis=1))
     return np.concatenate(pool).astype(np.int32)
-
-
-def routed_bytes(config: TrainConfig) -> Callable[[int], int]:
-    """Map an inner step to the bytes that all replicas together send to other replicas' stages in it.
-
-    At each of M + S - 1 ticks, also those of the bubble, every stage but the last sends a micro-batch's hidden states,
-    labels, segments if there are any, and weight; the gradient of the hidden states comes back.
-    """
-    data, model = config.data, config.model
-    tokens = data.batch_size // config.num_microbatches * data.sequence_length
-    states = tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
-    message = 2 * states + 4 * tokens * (2 if data.document_mask else 1) + 4
-    pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, config.mesh.routing)
-    to_others = np.sum(pool != np.arange(config.num_replicas), axis=(1, 2))
-
-    def sent(step: int) -> int:
-        entries = draw_routes(len(pool), num_ticks(config.num_microbatches, config.mesh.stage), config.seed, step)
-        return message * int(to_others[np.asarray(entries)].sum())
-
-    return sent
 
 
 def num_ticks(num_microbatches: int, num_stages: int) -> int:

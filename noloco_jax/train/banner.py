@@ -100,7 +100,7 @@ def _memory(config: TrainConfig, programs: Programs) -> str:
 def _messages(config: TrainConfig, messages: Messages) -> str:
     if method_of(config).has_outer_steps and not num_outer_steps(config):
         return f"none, as {config.num_steps} steps have no outer step: lower outer.sync_every={config.outer.sync_every}"
-    occasions = {"outer step": messages.mean_of_outer_steps, "inner step": messages.mean_of_inner_steps}
+    occasions = {"outer step": messages.outer_step, "inner step": messages.inner_step}
     sent = [f"{format_bytes(number)} per {occasion}" for occasion, number in occasions.items() if number]
     return f"a replica sends others {' and '.join(sent)}, on average" if sent else "none"
 

@@ -22,7 +22,7 @@ from noloco_jax.metrics.writer import MetricWriter
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
-from noloco_jax.train.messages import Messages, may_send_in_inner_steps
+from noloco_jax.train.messages import Messages
 from noloco_jax.train.sync import OuterSteps, Sync
 
 
@@ -120,7 +120,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         bytes_merging = 0
         if is_last:
             state = sync.finish(state, step)
-            bytes_merging = run.messages.of_final_merge()
+            bytes_merging = run.messages.final_merge
         log.remember(step, stride, metrics, waited, outer_steps, bytes_merging, sync.bytes_sent())
         _report_news(run, step, log)
 
@@ -234,7 +234,7 @@ class _StepLog:
         bytes_outer = self._bytes_of(outer_steps) if bytes_sent is None else bytes_sent
         self._totals = self._totals.plus(
             tokens=self._run.config.tokens_per_step,
-            bytes_sent_total=self._run.messages.of_inner_step(step) + bytes_outer + bytes_merging,
+            bytes_sent_total=self._run.messages.inner_step + bytes_outer + bytes_merging,
             seconds_waiting_for_data=waited,
             seconds_in_outer_steps=outer_steps.seconds if outer_steps else 0.0,
         )
@@ -243,7 +243,7 @@ class _StepLog:
     def _bytes_of(self, outer_steps: OuterSteps | None) -> int | float:
         if outer_steps is None:
             return 0
-        return sum(map(self._run.messages.of_outer_step, range(outer_steps.first, outer_steps.last + 1)))
+        return outer_steps.count * self._run.messages.outer_step
 
     def restart_clock(self) -> None:
         """Reset throughput timing, to exclude evaluations and saves."""
@@ -303,8 +303,8 @@ class _StepLog:
     def _figures_of(self, step: int) -> dict[str, Any]:
         """Return the bytes of the step, and the figures of the outer steps since they were last logged."""
         figures: dict[str, Any] = {}
-        if may_send_in_inner_steps(self._run.config):
-            figures["bytes_sent_inner_step"] = self._run.messages.of_inner_step(step)
+        if self._run.messages.inner_step:
+            figures["bytes_sent_inner_step"] = self._run.messages.inner_step
         if self._unlogged is not None:
             figures["outer_steps"] = self._unlogged.count
             figures["outer_step_seconds"] = self._unlogged.seconds

@@ -1,23 +1,24 @@
 """The command `python -m noloco_jax.communication`: its output and its exit status."""
 
 import json
+from fractions import Fraction
 
 import jax
 import pytest
 
 from noloco_jax.communication import command
-from noloco_jax.communication.report import PROGRAMS, Report
+from noloco_jax.communication.report import Report
 from noloco_jax.errors import UserError
-from noloco_jax.spmd.hlo import Collective, Traffic
-from support.traffic import TINY
-from support.traffic import tiny_numel as numel
+from noloco_jax.spmd.compile import PROGRAMS
+from noloco_jax.spmd.traffic import Collective
+from support import tiny_model
 
 CONFIG = f"""
 def get_config():
-    model = {TINY!r}
-    return dict(num_replicas=3, model=model | dict(num_layers=1), data=dict(batch_size=2, sequence_length=8),
-                mesh=dict(replica=3))
+    model = dict(kind={tiny_model.KIND!r}, hidden_size=16, intermediate_size=32, vocab_size=24, num_layers=1)
+    return dict(num_replicas=3, model=model, data=dict(batch_size=2, sequence_length=8), mesh=dict(replica=3))
 """
+PARAMETER_BYTES = 4 * (2 * 24 * 16 + 16 + 2 * 16 * 32)
 
 
 @pytest.fixture
@@ -43,10 +44,9 @@ def test_the_command_prints_json_for_the_devices_asked_for(config_file, devices,
     assert values["mesh"] == {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}
     optional = {"share_batch", "correct_step"}
     assert set(values["programs"]) == set(PROGRAMS) - optional
-    sent = values["programs"]["outer_step"]["bytes_across_replicas"]
-    assert sent == {"least": 4 * numel(1), "most": 4 * numel(1)} and values["broken_promises"] == []
-    kinds = {collective["kind"] for collective in values["programs"]["outer_step"]["collectives"]}
-    assert kinds == {"collective-permute"}
+    pairs = {"operation": "ppermute", "axes": ["replica"], "times": 1.0, "bytes": PARAMETER_BYTES}
+    assert values["programs"]["outer_step"] == [pairs | {"bytes_sent": pytest.approx(PARAMETER_BYTES * 2 / 3)}]
+    assert values["programs"]["inner_step"] == [] and values["unexpected_collectives"] == []
 
 
 @pytest.mark.usefixtures("devices")
@@ -65,15 +65,14 @@ def test_bad_input_is_refused_in_one_line(config_file, arguments, named):
     assert "\n" not in str(caught.value)
 
 
-def test_the_check_fails_where_a_promise_is_broken(config_file, capsys, monkeypatch):
-    traffic = {name: Traffic() for name in PROGRAMS}
-    traffic["inner_step"].always[Collective("all-reduce", ("replica",), 4, ("f32[]",))] += 1
+def test_the_check_fails_where_a_collective_is_unexpected(config_file, capsys, monkeypatch):
+    found = [Collective("psum", ("replica",), 4, Fraction(4), Fraction(1))]
 
     def report(config, devices, *, num_processes):
-        return Report(config, {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}, 100, 3, traffic)
+        return Report(config, {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}, 100, {"inner_step": found})
 
     monkeypatch.setattr(command, "inspect_run", report)
     monkeypatch.setattr(command, "use_cpu_cores", lambda config: None)
     assert command.main([f"--config={config_file}", "--check"]) == 1
-    assert "BROKEN PROMISE: inner step: all-reduce of f32[] crosses replica" in capsys.readouterr().out
+    assert "UNEXPECTED: inner_step: psum of 4 B crosses replica" in capsys.readouterr().out
     assert command.main([f"--config={config_file}"]) == 0

@@ -221,12 +221,12 @@ def test_the_bytes_sent_are_those_of_the_messages_in_the_log(tmp_path):
     agent = SimpleNamespace(take_met=lambda: [arrived.pop()] if arrived else [], status=lambda: STATUS)
     steps: Any = SimpleNamespace(agent=agent, seconds_exposed=0.0)
     log = IslandLog(tmp_path, "paris")
-    messages = Messages(of_outer_step=lambda round: 10**round, of_inner_step=lambda step: 0)
+    messages = Messages(outer_step=10)
     sync = IslandSync(SyncSchedule(1), steps, log, messages, lambda state: None, None)
     sent = []
     for one in met:
         arrived.append(one)
         sent.append(sync.bytes_sent())
         sync.news(1.0)
-    assert sent == [1, 0, 0, 1000, 10000]
+    assert sent == [10, 0, 0, 10, 10]
     assert [event["sent"] for event in earlier_events(tmp_path)] == sent

@@ -33,7 +33,7 @@ def sent(method: str, num_replicas: int, **outer) -> tuple[int, float]:
     """Return (parameters, bytes that a replica sends in an outer step)."""
     config = from_dict({"method": method, "num_replicas": num_replicas, "model": MODEL, "outer": outer})
     messages = messages_of(config, {"replica": 1, "stage": 1, "fsdp": 1, "tensor": 1})
-    return num_params(config.model)[0], messages.mean_of_outer_steps
+    return num_params(config.model)[0], messages.outer_step
 
 
 @pytest.mark.parametrize("group", [(4, 2), (5, 2), (4, 4), (6, 3), (5, 3), (7, 4)], ids=str)

@@ -13,17 +13,15 @@ import pytest
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
-from noloco_jax.spmd.background import build_background, compile_background, host_mesh, training_devices
-from noloco_jax.spmd.hlo import Collective, read_hlo
+from noloco_jax.spmd.background import background_arguments, build_background, host_mesh, training_devices
+from noloco_jax.spmd.compile import arguments_of
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+from noloco_jax.spmd.traffic import collectives_of
 from noloco_jax.train.sync import BackgroundSync
 from support import modes
 
 CONFIG = dataclasses.replace(modes.CONFIG, outer=OuterConfig(sync_every=2, delay=1))
-
-
-def collectives(program: Any) -> list[Collective]:
-    return list(read_hlo(program.as_text(), {"replica": 4, "stage": 1, "fsdp": 1, "tensor": 1}).collectives())
 
 
 def after_steps(config: TrainConfig, num_steps: int) -> tuple[Any, Any, Any]:
@@ -60,18 +58,16 @@ def test_settle_stores_the_corrections_of_all_exchanges_in_flight():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7), background, collective)
 
 
-def test_device_programs_send_nothing_between_replicas():
-    outer = OuterConfig(sync_every=2, delay=1, moments=1)
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4), outer=outer)
-    programs = modes.programs_of(config)
-    background = compile_background(build_background(config, programs, host_mesh(programs.mesh)), programs)
-    moments = background.moments
-    assert moments is not None
-    of_devices = (background.solo, background.keep, programs.correct_step, moments.send, moments.keep)
-    for program in (*of_devices, programs.enter_moments):
-        assert not collectives(program)
-    for program in (background.exchange, moments.exchange):
-        assert {one.kind for one in collectives(program)} == {"collective-permute"}
+def test_programs_on_the_devices_send_nothing_between_replicas():
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4))
+    programs = build_programs(config, make_mesh(config, jax.devices()[:4]))
+    background, shape = build_background(config, programs, programs.mesh), dict(programs.mesh.shape)
+    found = {
+        name: {one.operation for one in collectives_of(getattr(background, name), arguments, shape)}
+        for name, arguments in background_arguments(background, programs).items()
+    }
+    assert found == {"solo": set(), "exchange": {"ppermute"}, "keep": set()}
+    assert not collectives_of(programs.correct_step, arguments_of(programs)["correct_step"], shape)
 
 
 def test_hosts_mirror_the_mesh_on_devices_that_do_not_train():

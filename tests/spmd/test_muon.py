@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import InnerConfig, ModelConfig, TrainConfig
 from noloco_jax.spmd import sharding
-from noloco_jax.spmd.hlo import Traffic, read_hlo
 from noloco_jax.spmd.inner import inner_optimizer, learning_rates
 from noloco_jax.spmd.mesh import AXES, mesh_of
+from support.compiled_text import Found, collectives_in
 from support.model_makers import random_params
 
 PyTree = Any
@@ -131,8 +131,8 @@ def test_the_first_step_equals_optax_contribs():
 
 
 @functools.cache
-def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
-    """Return one update of two replicas on a mesh, and its traffic."""
+def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, list[Found]]:
+    """Return one update of two replicas on a mesh, and the collectives of the compiled program."""
     optimizer = inner_optimizer(config)
     params = jax.tree.map(lambda x: np.stack([x, -x]), random_params(config.model))
     gradient = jax.tree.map(lambda x: np.stack([x, 2 * x + 1]), gradients_of(config, 1)[0])
@@ -150,9 +150,7 @@ def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
     state = jax.device_put(jax.vmap(optimizer.init)(params), state_at)
     arguments = jax.device_put(gradient, at), state, jax.device_put(params, at)
     compiled = jax.jit(update, out_shardings=(at, state_at)).lower(*arguments).compile()
-    hlo = compiled.as_text()
-    assert hlo is not None
-    return jax.device_get(compiled(*arguments)[0]), read_hlo(hlo, dict(mesh.shape))
+    return jax.device_get(compiled(*arguments)[0]), collectives_in(compiled.as_text() or "", dict(mesh.shape))
 
 
 def test_optimizer_state_is_sharded_like_its_parameters():
@@ -179,12 +177,9 @@ def mesh(**sizes: int) -> Mesh:
 )
 def test_sharded_matrices_are_exchanged_by_all_to_all_once_and_back(num_layers, sizes):
     config = run_config(num_layers)
-    updates, traffic = updated(config, mesh(replica=2, **sizes))
+    updates, found = updated(config, mesh(replica=2, **sizes))
     exchanges = Counter({("all-to-all", (axis,)): 2 * 7 for axis in sizes})  # seven stacks of matrices
-    found = Counter()
-    for collective in traffic.collectives():
-        found[collective.kind, collective.axes] += traffic.times(collective)[1]
-    assert found == exchanges
+    assert Counter((one.kind, one.axes) for one in found) == exchanges
     expected, nothing = updated(config, mesh(replica=1))
     assert not nothing
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), updates, expected)
@@ -192,7 +187,7 @@ def test_sharded_matrices_are_exchanged_by_all_to_all_once_and_back(num_layers, 
 
 def test_stages_orthogonalize_their_own_layers_without_communication():
     config = run_config(4)
-    updates, traffic = updated(config, mesh(replica=2, stage=2))
-    assert not traffic
+    updates, found = updated(config, mesh(replica=2, stage=2))
+    assert not found
     expected, _ = updated(config, mesh(replica=1))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), updates, expected)
