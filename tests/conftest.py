@@ -21,10 +21,12 @@ assert "jax" not in sys.modules, "jax read its environment before the tests coul
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 
-# Files whose tests start no run and compile nothing large: two minutes in all.
+# Folders and files whose tests start no run and compile nothing large: two minutes in all.
 UNIT = (
-    *("cluster/", "compare/", "config/", "data/", "lateness/", "simulate/", "storage/", "tools/"),
-    *("outer/", "exchange/", "model/", "metrics/", "checkpoint/"),
+    *("cluster/", "config/", "data/", "exchange/", "metrics/", "outer/", "simulate/"),
+    *("compare/test_plan", "compare/test_report", "checkpoint/test_digests", "checkpoint/test_record"),
+    *("model/test_attention", "model/test_huggingface", "model/test_kind", "model/test_loss", "spmd/test_gradients"),
+    *("spmd/test_learning_rates", "spmd/test_mesh", "spmd/test_routing", "tools/test_errors", "tools/test_formatting"),
 )
 # Tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.
 GPU = (

@@ -93,16 +93,6 @@ def test_matplotlib_is_imported_only_for_drawing(imported):
     assert "matplotlib" not in imported["pictures"]
 
 
-def test_rooms_import_each_other_in_one_direction():
-    """The order holds for whole rooms, not only modules; noloco_jax/README.md draws it."""
-    rooms: dict[str, set[str]] = {}
-    for module, path in FILES.items():
-        above = rooms.setdefault(room(module), set())
-        above |= {room(name) for name in imports(path, at_once=True)} - {room(module), "noloco_jax"}
-    order = graphlib.TopologicalSorter(rooms)
-    assert len(list(order.static_order())) == len(rooms)
-
-
 HEAVY = ("jax", "numpy", "optax", "flax", "orbax", "grain", "pyarrow", "rich", "noloco_jax.train.training")
 
 
