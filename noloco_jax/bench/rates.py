@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.data import check_data, check_vocabulary, load_tokenizer, needs_tokenizer, train_stream
+from noloco_jax.data import RunData, check_vocabulary, load_tokenizer
 
 _PRODUCTS = 4  # one after another in a program, so that the time of its start hardly counts
 _MATRIX_SECONDS = 1.0  # how long products are repeated
@@ -65,38 +65,22 @@ def data_rate(config: TrainConfig, seconds: float) -> float:
     Raises:
       UserError: if the data or the tokenizer are not there.
     """
-    data, vocab_size = config.data, config.model.vocab_size
-    check_data(data, num_replicas=config.num_replicas, vocab_size=vocab_size)
+    data = RunData(config.data, seed=config.seed, vocab_size=config.model.vocab_size)
     tokenizer = None
-    if needs_tokenizer(data):
-        tokenizer = load_tokenizer(data.tokenizer)
-        check_vocabulary(tokenizer, vocab_size)
-    with contextlib.ExitStack() as stack:
-        streams = [
-            stack.enter_context(
-                contextlib.closing(
-                    train_stream(
-                        data,
-                        tokenizer,
-                        replica=replica,
-                        num_replicas=config.num_replicas,
-                        seed=config.seed,
-                        vocab_size=vocab_size,
-                    )
-                )
-            )
-            for replica in range(config.num_replicas)
-        ]
+    if data.needs_tokenizer:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        check_vocabulary(tokenizer, config.model.vocab_size)
+    number = config.num_replicas
+    with contextlib.closing(data.streams(tokenizer, {k: k for k in range(number)}, number)) as streams:
 
         def drain(most_rounds: float) -> tuple[int, float]:
             """Return the rounds taken from all streams, and the seconds that took."""
             rounds, started = 0, time.perf_counter()
             while rounds < most_rounds and (rounds == 0 or time.perf_counter() - started < seconds):
-                for stream in streams:
-                    next(stream)
+                next(streams)
                 rounds += 1
             return rounds, time.perf_counter() - started
 
         drain(_UNTIMED_ROUNDS)
         rounds, took = drain(float("inf"))
-    return rounds * config.num_replicas * data.batch_size * data.sequence_length / took
+    return rounds * config.num_replicas * config.data.batch_size * config.data.sequence_length / took

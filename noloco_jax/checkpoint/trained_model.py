@@ -9,7 +9,7 @@ import numpy as np
 
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import DataConfig, TrainConfig, load_saved
-from noloco_jax.data import ByteTokenizer, Tokenizer, load_tokenizer, needs_tokenizer
+from noloco_jax.data import ByteTokenizer, RunData, Tokenizer, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import save_folder
 from noloco_jax.model.huggingface_config import max_positions
@@ -75,7 +75,7 @@ def tokenizer_of(data: DataConfig) -> Tokenizer | None:
     """Return the tokenizer of a run's token ids; None if its data held ids of an unknown tokenizer, or are missing."""
     if data.tokenizer == ByteTokenizer.name:
         try:
-            holds_text = needs_tokenizer(data)
+            holds_text = RunData(data, seed=0).needs_tokenizer
         except UserError:  # the data may have been moved
             holds_text = False
         if not holds_text:

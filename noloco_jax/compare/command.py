@@ -36,7 +36,7 @@ from noloco_jax.compare.plan import check_folder, make_plan
 from noloco_jax.compare.runner import Comparison
 from noloco_jax.compare.variants import make_variants, parse_choices
 from noloco_jax.config import make_parser, split_overrides
-from noloco_jax.data import check_data
+from noloco_jax.data import RunData
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable, folder_of_flag, full_disk_told
 from noloco_jax.metrics.console import make_console
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_folder(flags.workdir, plan.runs)
     configs = [run.config for run in plan.runs]
     for data, replicas, vocabulary in {(c.data, c.num_replicas, c.model.vocab_size) for c in configs}:
-        check_data(data, num_replicas=replicas, vocab_size=vocabulary)
+        RunData(data, seed=0, vocab_size=vocabulary).check(replicas)
 
     jax.config.update("jax_platforms", "cpu")  # accelerators are the runs'
     comparison = Comparison(

@@ -42,7 +42,7 @@ def check_field(path: str, field: FieldInfo, value: Any) -> None:
         meaning = field.meaning[0].lower() + field.meaning[1:].removesuffix(".")
         raise UserError(f"{path}={shown(value)} is empty: give {meaning}")
     near = difflib.get_close_matches(value, field.allowed.choices, n=2) if isinstance(value, str) else []
-    if len({difflib.SequenceMatcher(a=word, b=value).ratio() for word in near}) > 1:
+    if len({difflib.SequenceMatcher(a=word, b=str(value)).ratio() for word in near}) > 1:
         near = near[:1]  # int3 is as near to int4 as to int8: no word is meant then
     raise UserError(
         f"{path}={shown(value)} is unknown: did you mean {near[0]!r}?"

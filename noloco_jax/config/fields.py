@@ -364,7 +364,7 @@ class DataConfig:
     )
     num_workers: int = setting(
         0,
-        "Reader processes per replica, which read and tokenize; 0: a thread of the run's own process.",
+        "Processes that tokenize for all replicas that a process of the run reads; 0: a thread each does it.",
         on_resume="free",
         minimum=0,
     )

@@ -62,14 +62,8 @@ def sampled_contents(files: Sequence[str]) -> str:
     blocks are not, unless the file ends in a checksum of all of it, as gzip has it. Nor is a change in a file beyond
     16,384 that is not sampled.
 
-    Files are read once in a process, unless they change.
     """
-    return _sampled_contents(tuple(map(file_state, files)))
-
-
-@functools.lru_cache(maxsize=8)  # data sets, shared by the streams of a process
-def _sampled_contents(files: tuple[FileState, ...]) -> str:
-    sampled = files[:: -(-len(files) // _FILES) or 1]
+    sampled = tuple(map(file_state, files))[:: -(-len(files) // _FILES) or 1]
     places = max(2, _PLACES // max(len(sampled), 1))
     block = max(_BYTES // (max(len(sampled), 1) * places), 1)
     found = sha256()

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from noloco_jax.data.find_files import HELD_OUT_EVERY, remote_files, without_repeats
 from noloco_jax.data.identity import content_fact, file_states
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
 from noloco_jax.data.reading import DamagedFileError, skip_document
-from noloco_jax.data.source import GOLDEN_STEP, EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
+from noloco_jax.data.source import GOLDEN_STEP, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import is_remote
 
@@ -95,11 +93,10 @@ class JsonLinesSource:
 
     num_columns = 1
     chunk_size = 32
-    shared_out_in_parts = False  # the beginning of a window is not known before all lines in front of it are read
 
-    def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str, encode: EncodeTexts):
+    def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str):
         self.name = options.name
-        self._options, self.files, self.part, self._kind, self._encode = options, files, part, kind, encode
+        self._options, self.files, self.part, self._kind = options, files, part, kind
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._held_out = -1 if part == "all" else self._find_held_out()
 
@@ -173,8 +170,8 @@ class JsonLinesSource:
             on_bad_shard=self._options.on_bad_shard,
         )
 
-    def load(self, records: Sequence[Line]) -> list[np.ndarray]:
-        return self._encode([self._text(line) for line in records])
+    def load(self, records: Sequence[Line]) -> list[str]:
+        return [self._text(line) for line in records]
 
     def _text(self, line: Line) -> str:
         try:
@@ -205,8 +202,7 @@ class JsonLinesEpochShard(WindowShuffledShard):
         super().__init__(window_size, key)
         self._files, self._in_part, self._on_bad_shard = files, in_part, on_bad_shard
         self._remainder, self._modulus = remainder, modulus
-        # A hint of another length is that of an earlier version, which did not know bytes.
-        self._go_to(seek_hint if len(seek_hint) == len(_START) else _START)
+        self._go_to(seek_hint or _START)
         self._seek_hint: tuple[int, ...] = ()
 
     def _go_to(self, seek_hint: tuple[int, ...]) -> None:

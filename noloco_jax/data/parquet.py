@@ -11,11 +11,10 @@ from noloco_jax.data.identity import content_fact
 from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
 from noloco_jax.data.reading import DamagedFileError, stop_or_skip
-from noloco_jax.data.source import EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
+from noloco_jax.data.source import SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".parquet",)
-_WINDOWS_OF_A_PART = 4  # a part's first and last window share a row group with its neighbours, and both read it
 
 
 class RowBlock(NamedTuple):
@@ -29,8 +28,7 @@ class RowBlock(NamedTuple):
     num_rows: int
 
 
-@functools.lru_cache(maxsize=8)  # shared by the streams of a process
-def _blocks(footers: tuple[FileFooter, ...], min_rows: int) -> np.ndarray:
+def _blocks(footers: Sequence[FileFooter], min_rows: int) -> np.ndarray:
     """Divide the files into blocks of at least `min_rows` rows, fewer at a file's end: int64 (blocks, `RowBlock`)."""
     blocks = []
     file_start = 0
@@ -73,12 +71,11 @@ class ParquetSource:
         options: SourceOptions,
         files: Sequence[str],
         part: str,
-        encode: EncodeTexts,
         sequence_length: int,
         vocab_size: int | None,
     ):
         self.name, self.part = options.name, part
-        self._options, self._encode = options, encode
+        self._options = options
         footers = _readable_footers(files, options.text_column, options.on_bad_shard)
         self._footers = list(footers.values())
         self._converters = [
@@ -92,8 +89,7 @@ class ParquetSource:
             )
         self.is_text = bool(texts)
         self.num_columns = 1 if self.is_text else 2
-        self.shared_out_in_parts = not self.is_text
-        self._blocks = _blocks(tuple(self._footers), options.shuffle_buffer)
+        self._blocks = _blocks(self._footers, options.shuffle_buffer)
         first_rows, num_rows = (self._blocks[:, RowBlock._fields.index(name)] for name in ("first_row", "num_rows"))
         rows = int(num_rows.sum())
         if rows < (1 if part == "all" else 2):
@@ -141,8 +137,8 @@ class ParquetSource:
         ends = np.cumsum(self._part_rows[order])
         return ParquetEpochShard(self, order, ends, start, stop, window_size, (seed, epoch, shard, num_shards))
 
-    def load(self, records: Sequence[Any]) -> list[np.ndarray]:
-        return self._encode(records) if self.is_text else list(records)
+    def load(self, records: Sequence[Any]) -> list[Any]:
+        return list(records)
 
     def rows(self, order: np.ndarray, ends: np.ndarray, start: int) -> Iterator[Any]:
         """The part's rows of the blocks in `order`, from row number `start` of these on: see `RowConverter.rows`.
@@ -213,19 +209,9 @@ class ParquetEpochShard(WindowShuffledShard):
         self._source, self._order, self._ends, self._start, self._stop = source, order, ends, start, stop
         self._rows: Iterator[Any] = iter(())
         self._next_row = -1  # number of the row that `_rows` yields next
-        self._windows_and_part = -1, -1  # the last answer of `part`
 
     def has(self, document: int) -> bool:
         return document < self._stop - self._start
-
-    def part(self, document: int) -> int:
-        """The block in which the first of a few windows begins."""
-        windows, rows = self._windows_and_part[0], _WINDOWS_OF_A_PART * self._window_size
-        if windows != document // rows:
-            windows = document // rows
-            block = int(np.searchsorted(self._ends, self._start + windows * rows, side="right"))
-            self._windows_and_part = windows, block
-        return self._windows_and_part[1]
 
     def read_window(self, window: int) -> list[Any]:
         start = min(self._start + window * self._window_size, self._stop)

@@ -22,6 +22,12 @@ GOLDEN_STEP = 0x9E3779B97F4A7C15  # the odd integer next to 2^64 divided by the 
 EncodeTexts = Callable[[Sequence[str]], list[np.ndarray]]  # texts -> int32 (1, n) of each
 
 
+def load_documents(source: "Source", encode: EncodeTexts, records: Sequence[Any]) -> list[np.ndarray]:
+    """Return the tokens of each record of a source: int32 (num_columns, n)."""
+    loaded = source.load(records)
+    return encode(loaded) if source.num_columns == 1 else loaded
+
+
 class EpochShard(Protocol):
     """One replica's documents of one epoch, open for reading."""
 
@@ -32,10 +38,6 @@ class EpochShard(Protocol):
 
     def has(self, document: int) -> bool:
         """Return True if there is a document of that number; it is read if there is no other way to know."""
-        ...
-
-    def part(self, document: int) -> int:
-        """The part of the files, a number of its own, that is read for the document and for others beside it."""
         ...
 
     def get(self, document: int) -> Any | None:
@@ -54,8 +56,6 @@ class Source(Protocol):
       part: the part of their documents that it gives, see `HoldOut`.
       num_columns: 1 for plain token streams, 2 where labels are stored beside the input ids.
       chunk_size: number of documents that are worth loading together.
-      shared_out_in_parts: what worker processes take turns with: the parts that are read (`EpochShard.part`), where
-        reading is the work; otherwise chunks, where loading is.
     """
 
     name: str
@@ -63,7 +63,6 @@ class Source(Protocol):
     part: str
     num_columns: int
     chunk_size: int
-    shared_out_in_parts: bool
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, int | str]:
@@ -78,8 +77,12 @@ class Source(Protocol):
         """Shard `shard` of `num_shards` of an epoch. An empty `seek_hint` stands for the shard's beginning."""
         ...
 
-    def load(self, records: Sequence[Any]) -> list[np.ndarray]:
-        """Tokens of each record that `EpochShard.get` gave: int32 (num_columns, n), `PADDING` behind them if at all."""
+    def load(self, records: Sequence[Any]) -> list[Any]:
+        """Return what each record that `EpochShard.get` gave holds.
+
+        With one column that is its text; with two, its input ids and labels, int32 (2, n), `PADDING` behind them if at
+        all.
+        """
         ...
 
 
@@ -144,15 +147,10 @@ class SourceOptions(NamedTuple):
 
         A folder may be moved, and a single file renamed: what they hold is the same.
         """
-        return _digest(os.path.expanduser(self.path), tuple(files))
-
-
-@functools.lru_cache(maxsize=8)  # shared by the streams of a process
-def _digest(root: str, files: tuple[tuple[str, Any], ...]) -> str:
-    found = hashlib.sha256()
-    for file, facts in files:
-        found.update(json.dumps([os.path.relpath(file, root), facts]).encode())
-    return found.hexdigest()[:16]
+        root, found = os.path.expanduser(self.path), hashlib.sha256()
+        for file, facts in files:
+            found.update(json.dumps([os.path.relpath(file, root), facts]).encode())
+        return found.hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=16)
@@ -193,9 +191,6 @@ class WindowShuffledShard(ABC):
 
     def has(self, document: int) -> bool:
         return self.get(document) is not None
-
-    def part(self, document: int) -> int:
-        return 0
 
     def get(self, document: int) -> Any | None:
         """The record of document number `document`, or None beyond the end. Reading in ascending order is fast."""

@@ -13,7 +13,7 @@ from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.line_reader import compression_of
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.reading import tell_once
-from noloco_jax.data.source import EncodeTexts, SourceOptions, seeded_permutation
+from noloco_jax.data.source import SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import open_file
 from noloco_jax.storage.retries import with_retries
@@ -62,7 +62,6 @@ def _tell_other_encodings(options: SourceOptions, files: Sequence[str]) -> None:
         )
 
 
-@functools.cache
 def _begins_as_utf8(path: str) -> bool:
     def read() -> bytes:
         with open_file(path) as file:
@@ -91,11 +90,10 @@ class TextSource:
 
     num_columns = 1
     chunk_size = 32
-    shared_out_in_parts = False
 
-    def __init__(self, options: SourceOptions, piece: int, encode: EncodeTexts):
+    def __init__(self, options: SourceOptions, piece: int):
         self.name, self.part = options.name, options.part
-        self._options, self._piece, self._encode = options, piece, encode
+        self._options, self._piece = options, piece
         self._files = find_text_files(options)
         _tell_other_encodings(options, [path for path, _ in self._files])
         self.files: Sequence[str] = [path for path, _ in self._files]
@@ -138,8 +136,8 @@ class TextSource:
             order = seeded_permutation(len(self._documents), self._options.seed, epoch)
         return TextEpochShard(order[shard::num_shards])
 
-    def load(self, records: Sequence[int]) -> list[np.ndarray]:
-        return self._encode([self._read(document) for document in records])
+    def load(self, records: Sequence[int]) -> list[str]:
+        return [self._read(document) for document in records]
 
     def _read(self, document: int) -> str:
         file, number = self._documents[document].tolist()
@@ -180,9 +178,6 @@ class TextEpochShard:
 
     def has(self, document: int) -> bool:
         return document < len(self._documents)
-
-    def part(self, document: int) -> int:
-        return 0
 
     def get(self, document: int) -> int | None:
         return int(self._documents[document]) if self.has(document) else None

@@ -1,4 +1,4 @@
-"""Batches to evaluate on: the validation documents of a configuration, or all documents of a source.
+"""Batches to evaluate on: all documents of one source, or of several in the order of a mixture.
 
 Shapes: B sequences of T tokens.
 """
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from noloco_jax.data.from_config import Mixture, mixture_of, open_sources, source_name
+from noloco_jax.data.mixture import Mixture
 from noloco_jax.data.packing import HostBatch, HostSequence, Packer
 from noloco_jax.data.positions import start_position
-from noloco_jax.data.source import Source
-from noloco_jax.data.tokenizers import Tokenizer
+from noloco_jax.data.source import EncodeTexts, Source, load_documents
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
 
@@ -22,66 +21,29 @@ if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
 
 
-def validation_batches(
-    config: "DataConfig",
-    tokenizer: Tokenizer | None,
-    *,
-    num_batches: int,
-    vocab_size: int | None = None,
-) -> list[HostBatch]:
-    """Return the first `num_batches` batches of the validation documents in an order that no seed changes.
-
-    Of a mixture, each source has its share of the sequences. There are fewer batches where the documents, those of any
-    source, hold fewer: none is repeated, and the last one is filled up with ignored labels.
-
-    Args: see `train_stream`.
-
-    Raises:
-      UserError: as `train_stream`, and for documents without a label to score.
-    """
-    sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    return list(itertools.islice(_batches(sources, mixture_of(config), config), num_batches))
-
-
-def validation_by_source(
-    config: "DataConfig",
-    tokenizer: Tokenizer | None,
-    *,
-    num_batches: int,
-    vocab_size: int | None = None,
-) -> dict[str, list[HostBatch]]:
-    """Return the name of each source of a mixture -> its `validation_batches`, as if it were the only one.
-
-    Empty for data that are no mixture. Args and Raises: see `validation_batches`.
-    """
-    if config.kind != "mixture":
-        return {}
-    sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    return {
-        source_name(group): list(itertools.islice(batches_of(source, config), num_batches))
-        for group, source in sources.items()
-    }
-
-
-def batches_of(source: Source, config: "DataConfig") -> Iterator[HostBatch]:
+def batches_of(source: Source, encode: EncodeTexts, config: "DataConfig") -> Iterator[HostBatch]:
     """Return an iterator over batches of all documents of a source, the last one filled up with ignored labels.
 
     Args:
       source: documents that are not divided among replicas.
+      encode: makes tokens of its texts.
       config: batch size, sequence length and document mask; the rest has no effect.
 
     Raises:
       UserError: for documents without a label to score, and where the files are damaged.
     """
     group = source.name.partition("=")[0].removesuffix(".path").removesuffix(".validation_path")
-    return _batches({group: source}, Mixture({group: 1.0}), config)
+    return interleaved_batches({group: source}, Mixture({group: 1.0}), encode, config)
 
 
-def _batches(sources: Mapping[str, Source], mixture: Mixture, config: "DataConfig") -> Generator[HostBatch]:
+def interleaved_batches(
+    sources: Mapping[str, Source], mixture: Mixture, encode: EncodeTexts, config: "DataConfig"
+) -> Generator[HostBatch]:
     """Yield batches of the sources' sequences in the order of `mixture` until one has no more."""
     with ExitStack() as stack:
         sequences = {
-            group: stack.enter_context(closing(_sequences(group, source, config))) for group, source in sources.items()
+            group: stack.enter_context(closing(_sequences(group, source, encode, config)))
+            for group, source in sources.items()
         }
         rows: list[HostSequence] = []
         for place in itertools.count():
@@ -101,7 +63,7 @@ def _stacked(rows: list[HostSequence]) -> HostBatch:
     return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def _sequences(group: str, source: Source, config: "DataConfig") -> Generator[HostSequence]:
+def _sequences(group: str, source: Source, encode: EncodeTexts, config: "DataConfig") -> Generator[HostSequence]:
     """Yield the documents as sequences; the last one may be filled up with ignored labels."""
     packer = Packer(source.num_columns, config.sequence_length, document_mask=config.document_mask)
     position = start_position(0, 1)  # nobody asks where these sequences end
@@ -109,7 +71,7 @@ def _sequences(group: str, source: Source, config: "DataConfig") -> Generator[Ho
     with closing(source.open_shard(0, 0, 1, ())) as shard:
         while True:
             records = [shard.get(start + k) for k in range(source.chunk_size)]
-            for document in source.load([record for record in records if record is not None]):
+            for document in load_documents(source, encode, [record for record in records if record is not None]):
                 packer.add(document, position)
             while packer.full:
                 any_yet = True

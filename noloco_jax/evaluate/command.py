@@ -22,11 +22,13 @@ import numpy as np
 
 from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, opened_model
 from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
-from noloco_jax.data import Tokenizer, batches_of, data_facts, open_documents
-from noloco_jax.data.from_config import configs_by_source, open_source
+from noloco_jax.data import RunData, Tokenizer
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
+from noloco_jax.data.mixture import configs_by_source
+from noloco_jax.data.open_sources import encoder_of, open_documents, open_source
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.source import Source
+from noloco_jax.data.validation import batches_of
 from noloco_jax.errors import UserError, tell
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.metrics.evaluate import loss_of_one, perplexity_of
@@ -135,10 +137,10 @@ def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
     sources = configs_by_source(model.data)
     for group, data in sources.items():
         counted = None if tokenizer is None else _CountingTokenizer(tokenizer)
-        documents = open_source(data, counted, validation=True, seed=0, vocab_size=vocab_size, group=group)
+        documents = open_source(data, validation=True, seed=0, vocab_size=vocab_size, group=group)
         texts.append(_Text(f"validation of {group}", documents, counted))
     if model.data_at_start is not None and any(_may_hold_out(data) for data in sources.values()):
-        now = data_facts(model.data, tokenizer, seed=model.seed, vocab_size=vocab_size)
+        now = RunData(model.data, seed=model.seed, vocab_size=vocab_size).facts(tokenizer)
         changed = [name for name, fact in now.items() if model.data_at_start.get(name) != fact]
         if changed:
             tell(
@@ -162,7 +164,7 @@ def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
         if args.text_column is not None:
             data = dataclasses.replace(data, text_column=args.text_column)
         counted = None if model.found_tokenizer is None else _CountingTokenizer(model.found_tokenizer)
-        documents = open_documents(data, counted, field="--data", vocab_size=model.config.vocab_size)
+        documents = open_documents(data, field="--data", vocab_size=model.config.vocab_size)
         if documents.num_columns == 1:
             model.tokenizer()  # raises where there is none
         documents.check_replicas(1)  # reads the first
@@ -181,7 +183,8 @@ def _kind_of(path: str, data: DataConfig) -> str:
 
 def _row(programs: Programs, params: Params, config: TrainConfig, text: _Text, tokens: int | None) -> str:
     """Evaluate a text, or about as many of its tokens; return its line of the table."""
-    batches = batches_of(text.documents, config.data)
+    encode = encoder_of(config.data, text.counted, config.model.vocab_size)
+    batches = batches_of(text.documents, encode, config.data)
     if tokens is not None:
         per_batch = config.data.batch_size * config.data.sequence_length
         batches = itertools.islice(batches, max(1, round(tokens / per_batch)))

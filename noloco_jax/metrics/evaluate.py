@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from noloco_jax.config import TrainConfig
-from noloco_jax.data import HostBatch, Tokenizer, validation_batches, validation_by_source
+from noloco_jax.data import HostBatch, RunData, Tokenizer
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.programs import Programs
@@ -27,12 +26,10 @@ class Validation(NamedTuple):
     by_source: Mapping[str, Sequence[HostBatch]] = {}
 
 
-def read_validation(config: TrainConfig, tokenizer: Tokenizer | None) -> Validation:
-    """Read the validation documents of a run; raise `UserError` as `validation_batches` does."""
-    num_batches, vocab_size = config.eval_batches, config.model.vocab_size
+def read_validation(data: RunData, tokenizer: Tokenizer | None, num_batches: int) -> Validation:
+    """Read the first validation batches of a run's data; raise `UserError` as `RunData` does."""
     return Validation(
-        validation_batches(config.data, tokenizer, num_batches=num_batches, vocab_size=vocab_size),
-        validation_by_source(config.data, tokenizer, num_batches=num_batches, vocab_size=vocab_size),
+        data.validation_batches(tokenizer, num_batches), data.validation_by_source(tokenizer, num_batches)
     )
 
 

@@ -25,13 +25,11 @@ from noloco_jax.config import CONFIG_FILE, Change, TrainConfig, to_dict
 from noloco_jax.data import (
     ByteTokenizer,
     ReplicaStreams,
+    RunData,
     Tokenizer,
-    check_data,
     check_vocabulary,
     load_tokenizer,
     makes_same_ids,
-    needs_tokenizer,
-    train_stream,
 )
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_file, check_writable, full_disk_told
@@ -122,7 +120,7 @@ def train(
     mode = mode or WholeRun()
     mode.check(config)
     with told_if_slow("looking at the data's files, their forms and the tokenizer", console.print):
-        tokenizer = _check_inputs(config)
+        data, tokenizer = _check_inputs(config)
     whole, config = config, mode.own(config)
     programs = build_programs(config, make_mesh(config, training_devices(config, jax.devices())))
     messages = mode.prepare(config, programs)
@@ -150,8 +148,8 @@ def train(
             _show_complete(console, workdir, start, checkpoints.changes(start))
             return 0
         with told_if_slow("reading the validation documents and opening those to train on", console.print):
-            validation = read_validation(config, tokenizer)
-            streams = _open_streams(config, tokenizer, programs, mode)
+            validation = read_validation(data, tokenizer, config.eval_batches)
+            streams = _open_streams(config, data, tokenizer, programs, mode)
         changed: list[Change] = []
         if start is not None:
             streams.set_state(dict(enumerate(mode.data_positions(config, checkpoints, start))))
@@ -227,10 +225,10 @@ def _console_of_first_process() -> Console:
     return console
 
 
-def _check_inputs(config: TrainConfig) -> Tokenizer | None:
-    """Check model, data and tokenizer before anything expensive; return the run's tokenizer.
+def _check_inputs(config: TrainConfig) -> tuple[RunData, Tokenizer | None]:
+    """Check model, data and tokenizer before anything expensive; return the run's data and tokenizer.
 
-    It is None if the data are token ids and no text sample is wanted.
+    The tokenizer is None if the data are token ids and no text sample is wanted.
     """
     check_kind(config.model, config.mesh.stage, config.data.document_mask)
     if config.sample_tokens:
@@ -239,10 +237,11 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
         check_has_format(config.model)
         if is_remote(config.init_from):
             list_folder(config.init_from)
-    check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
-    if not needs_tokenizer(config.data) and not config.sample_tokens:
-        return None
-    if config.data.tokenizer == ByteTokenizer.name and not needs_tokenizer(config.data):
+    data = RunData(config.data, seed=config.seed, vocab_size=config.model.vocab_size)
+    data.check(config.num_replicas)
+    if not data.needs_tokenizer and not config.sample_tokens:
+        return data, None
+    if config.data.tokenizer == ByteTokenizer.name and not data.needs_tokenizer:
         raise UserError(
             f"sample_tokens={config.sample_tokens} needs a tokenizer, and the data are token ids of a tokenizer that "
             "data.tokenizer='byte' does not name: name it, or set sample_tokens=0"
@@ -251,7 +250,7 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
     check_vocabulary(tokenizer, config.model.vocab_size)
     if config.sample_tokens:
         sample_prompt(config, tokenizer)
-    return tokenizer
+    return data, tokenizer
 
 
 def _find_start(config: TrainConfig, mode: Mode, checkpoints: Checkpointer, stop: Stop) -> int | None:
@@ -316,21 +315,13 @@ def _begins_again(console: Console, stop: Stop) -> int:
     return stop.exit_status
 
 
-def _open_streams(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, mode: Mode) -> ReplicaStreams:
+def _open_streams(
+    config: TrainConfig, data: RunData, tokenizer: Tokenizer | None, programs: Programs, mode: Mode
+) -> ReplicaStreams:
     """Open the training data of the replicas that this process reads."""
     first, count = mode.replica_numbers(config)
-    streams = {
-        replica: train_stream(
-            config.data,
-            tokenizer,
-            replica=first + replica,
-            num_replicas=count,
-            seed=config.seed,
-            vocab_size=config.model.vocab_size,
-        )
-        for replica in replicas_read_here(programs.mesh, config.num_replicas)
-    }
-    return ReplicaStreams(streams)
+    read_here = replicas_read_here(programs.mesh, config.num_replicas)
+    return data.streams(tokenizer, {replica: first + replica for replica in read_here}, count)
 
 
 def _compile(

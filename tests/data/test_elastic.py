@@ -87,6 +87,21 @@ def test_merged_shards_are_read_alternately_after_their_partly_read_documents(tm
     assert read_through(merged, 0) == begun + turns
 
 
+def test_the_rest_of_an_earlier_epoch_comes_before_a_later_one(tmp_path):
+    """Replica 0 is an epoch ahead of replica 2, whose documents it takes over."""
+    config, _ = write_counting("text", tmp_path / "data", 16)
+    config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
+    streams, spans = open_streams(config, 4), documents(16)
+    read_through(streams[0], 0)
+    next(streams[2])
+    merged, _ = restored(config, redistribute([stream.get_state() for stream in streams], 2))
+    tokens = {k: list(range(spans[k][0], sum(spans[k]))) for k in range(16)}
+    begun = tokens[2][1:]
+    earlier = [token for k in (6, 10, 14) for token in tokens[k]]
+    found = [int(next(merged)["input_ids"][0, 0]) for _ in range(len(begun) + len(earlier))]
+    assert found == begun + earlier
+
+
 def test_splitting_a_shard_deals_its_documents_out_round_robin(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 10)
     config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)

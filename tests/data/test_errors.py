@@ -10,10 +10,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import check_data, load_tokenizer, train_stream, validation_batches
-from noloco_jax.data.from_config import open_source
+from noloco_jax.data import load_tokenizer
+from noloco_jax.data.json_lines import JsonLinesSource
+from noloco_jax.data.open_sources import open_source
 from noloco_jax.errors import UserError
-from support.data_makers import open_streams, write_c4, write_counting, write_json_lines, write_rows, write_texts
+from support.data_makers import (
+    check_data,
+    open_streams,
+    train_stream,
+    validation_batches,
+    write_c4,
+    write_counting,
+    write_json_lines,
+    write_rows,
+    write_texts,
+)
 
 BYTE = load_tokenizer("byte")
 KINDS = ["c4", "jsonl", "parquet", "text"]
@@ -197,6 +208,16 @@ def test_data_without_any_token_are_refused(tmp_path):
         validation_batches(config, None, num_batches=1)
 
 
+def test_data_without_any_token_are_refused_after_two_epochs(tmp_path, monkeypatch):
+    write_json_lines(tmp_path / "0.jsonl", [""] * 200)
+    opened = []
+    open_shard = JsonLinesSource.open_shard
+    monkeypatch.setattr(JsonLinesSource, "open_shard", lambda *given: opened.append(given[1]) or open_shard(*given))
+    config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", sequence_length=2)
+    read_until_refused(config, "hold no token")
+    assert max(opened) <= 2
+
+
 def test_empty_documents_at_both_ends_of_the_data_are_accepted(tmp_path):
     """Consecutive empty documents across an epoch boundary must not pass for empty data."""
     rows = {"input_ids": [[0, 0], [1, 2], [3, 4], [0, 0]], "attention_mask": [[0, 0], [1, 1], [1, 1], [0, 0]]}
@@ -231,7 +252,7 @@ def test_a_hard_link_to_training_data_is_the_training_data(tmp_path):
         (tmp_path / "data" / name).write_text(f"the text of {name}")
     (tmp_path / "held.txt").hardlink_to(tmp_path / "data/b.txt")
     config = DataConfig(kind="text", path=str(tmp_path / "data"), validation_path=str(tmp_path / "held.txt"))
-    source = open_source(config, BYTE, validation=False, seed=0, vocab_size=None)
+    source = open_source(config, validation=False, seed=0, vocab_size=None)
     assert source.files == [str(tmp_path / "data/a.txt")]
     (tmp_path / "data.txt").hardlink_to(tmp_path / "held.txt")
     assert_refused(replace(config, path=str(tmp_path / "data.txt")), r"data\.validation_path='.*' is data\.path")

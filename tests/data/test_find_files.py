@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import ByteTokenizer, check_data
+from noloco_jax.data import ByteTokenizer
 from noloco_jax.data.find_files import HoldOut, find_files, split_files, split_in_name
 from noloco_jax.data.text import find_text_files
 from noloco_jax.errors import UserError
-from support.data_makers import OPTIONS, open_streams, write_c4
+from support.data_makers import OPTIONS, check_data, open_streams, write_c4
 
 
 def options(path, split="train", both=True):

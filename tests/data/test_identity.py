@@ -12,10 +12,9 @@ from noloco_jax.data.identity import sampled_contents
 
 @pytest.fixture(autouse=True)
 def sampling(monkeypatch):
-    """Sample at most 4 KiB of at most 8 files, at 16 places, with an empty cache."""
+    """Sample at most 4 KiB of at most 8 files, at 16 places."""
     for name, value in {"_BYTES": 4096, "_FILES": 8, "_PLACES": 16}.items():
         monkeypatch.setattr(identity, name, value)
-    identity._sampled_contents.cache_clear()
 
 
 def write(folder, sizes):
@@ -29,11 +28,9 @@ def write(folder, sizes):
 
 def detects(files, number, place):
     """Return True if flipping the byte at `place` of file `number` changes the digest."""
-    identity._sampled_contents.cache_clear()
     before, path = sampled_contents(files), Path(files[number])
     content = path.read_bytes()
     path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
-    identity._sampled_contents.cache_clear()
     after = sampled_contents(files)
     path.write_bytes(content)
     return before != after

@@ -11,11 +11,20 @@ import pytest
 
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
-from noloco_jax.data import ByteTokenizer, check_data, validation_batches
-from noloco_jax.data.from_config import open_source
+from noloco_jax.data import ByteTokenizer
 from noloco_jax.data.json_lines import parse_text
+from noloco_jax.data.open_sources import open_source
 from noloco_jax.errors import UserError
-from support.data_makers import OPTIONS, documents, open_streams, read_through, write_counting, write_json_lines
+from support.data_makers import (
+    OPTIONS,
+    check_data,
+    documents,
+    open_streams,
+    read_through,
+    validation_batches,
+    write_counting,
+    write_json_lines,
+)
 
 BYTE = ByteTokenizer()
 
@@ -74,7 +83,7 @@ def test_documents_that_take_turns_are_held_out_alike(tmp_path, period):
     """Held out by number modulo 50, all 40 of 2,000 would be of one turn."""
     texts = [f"{k % period}" for k in range(2000)]
     write_json_lines(tmp_path / "0.jsonl", texts)
-    source = open_source(config_for(tmp_path), BYTE, validation=True, seed=0, vocab_size=None)
+    source = open_source(config_for(tmp_path), validation=True, seed=0, vocab_size=None)
     shard = source.open_shard(0, 0, 1, ())
     found = [parse_text(line, OPTIONS) for line in iter(map(shard.get, itertools.count()).__next__, None)]
     assert 35 <= len(found) <= 45

@@ -12,16 +12,8 @@ import pytest
 
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
-from noloco_jax.data import (
-    Stream,
-    check_data,
-    needs_tokenizer,
-    redistribute,
-    train_stream,
-    validation_batches,
-    validation_by_source,
-)
-from noloco_jax.data.from_config import Mixture, configs_by_source
+from noloco_jax.data import RunData, Stream, redistribute
+from noloco_jax.data.mixture import Mixture, configs_by_source, mixture_of
 from noloco_jax.data.positions import DataPosition, shard_start
 from noloco_jax.errors import UserError
 from support.data_makers import (
@@ -29,7 +21,11 @@ from support.data_makers import (
     SOURCES,
     CountingTokenizer,
     before_next_document,
+    check_data,
+    needs_tokenizer,
     open_streams,
+    train_stream,
+    validation_batches,
     write_counting,
     write_json_lines,
     write_mixture,
@@ -128,6 +124,14 @@ def test_each_step_over_all_replicas_holds_each_source_in_its_share(tmp_path):
         found = Counter(group_of(next(stream)["input_ids"][0, 0]) for stream in streams)
         for name, (_, _, weight) in SOURCES.items():
             assert abs(found[f"data.mixture.{name}"] - 8 * weight / 10) < 2.5
+
+
+def test_replica_i_stands_i_places_further_in_the_order_than_replica_0(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    order = mixture_of(config)
+    for replica, stream in enumerate(open_streams(replace(config, batch_size=6), 5)):
+        found = [group_of(row[0]) for row in next(stream)["input_ids"]]
+        assert found == [order.source_at(replica + place) for place in range(6)]
 
 
 def test_each_source_is_read_as_if_it_were_the_only_one(tmp_path):
@@ -272,12 +276,12 @@ def test_validation_ends_with_the_first_exhausted_source_to_keep_the_shares(held
 
 @pytest.mark.parametrize("num_batches", [5, 1000])
 def test_validation_by_source_equals_validating_each_source_alone(held_out, num_batches):
-    found = validation_by_source(held_out, CountingTokenizer(), num_batches=num_batches)
+    found = RunData(held_out, seed=0).validation_by_source(CountingTokenizer(), num_batches)
     assert list(found) == ["own", "web"]
     for group, alone in configs_by_source(held_out).items():
         expected = validation_batches(alone, CountingTokenizer(), num_batches=num_batches)
         assert_same(found[group.removeprefix("data.mixture.")], expected)
-        assert validation_by_source(alone, CountingTokenizer(), num_batches=num_batches) == {}
+        assert RunData(alone, seed=0).validation_by_source(CountingTokenizer(), num_batches) == {}
 
 
 def test_errors_in_the_data_of_a_source_name_the_source(tmp_path):

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import ByteTokenizer, check_data, needs_tokenizer, train_stream, validation_batches
+from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
-from support.data_makers import write_rows
+from support.data_makers import check_data, needs_tokenizer, train_stream, validation_batches, write_rows
 
 
 def all_of_validation(config, folder, tokenizer=None):

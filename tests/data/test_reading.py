@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import check_data, line_reader, load_tokenizer, parquet_file, validation_batches
+from noloco_jax.data import line_reader, load_tokenizer, parquet_file
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.storage import retries
 from noloco_jax.storage.retries import RETRY_DELAYS, with_retries
 from support.data_makers import (
+    check_data,
     documents,
     open_streams,
     read_through,
+    validation_batches,
     write_c4,
     write_counting,
     write_json_lines,

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import check_data, load_tokenizer, train_stream, validation_batches
+from noloco_jax.data import load_tokenizer
+from support.data_makers import check_data, train_stream, validation_batches
 from support.paths import SHARED
 
 DATA = SHARED / "data"

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import ByteTokenizer, check_data, validation_batches
+from noloco_jax.data import ByteTokenizer
 from noloco_jax.data.find_files import find_files
 from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files, parse_text
 from noloco_jax.data.source import WindowShuffledShard, seeded_permutation
 from noloco_jax.data.text import TextSource, find_text_files
 from noloco_jax.data.tokenizers import DocumentEncoder
 from noloco_jax.errors import UserError
-from support.data_makers import OPTIONS, CountingTokenizer, open_streams, write_c4
+from support.data_makers import OPTIONS, CountingTokenizer, check_data, open_streams, validation_batches, write_c4
 
 BYTE = ByteTokenizer()
 ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False, vocab_size=None)
@@ -32,10 +32,10 @@ def options(path, split="train", both=False):
 
 def read_texts(path, split="train", both=False):
     """Return the documents of a folder, in order."""
-    source = TextSource(options(path, split, both), PIECE, ENCODE)
+    source = TextSource(options(path, split, both), PIECE)
     shard = source.open_shard(0, 0, 1, ())
     records = [shard.get(k) for k in range(int(source.fingerprint["documents"]))]
-    return [BYTE.decode(array[0]) for array in source.load([k for k in records if k is not None])]
+    return source.load([k for k in records if k is not None])
 
 
 def test_text_files_are_found_by_suffix_outside_ignored_folders(tmp_path):
@@ -120,7 +120,7 @@ def test_the_standard_library_trains_and_validates_on_different_files():
 def test_blank_lines_are_no_documents(tmp_path):
     (shard,) = write_c4(tmp_path, [["0 3", "3 4"]])
     shard.write_bytes(gzip.compress(gzip.decompress(shard.read_bytes()).replace(b"\n", b"\n\n \n")))
-    source = JsonLinesSource(options(tmp_path), find_c4_files(options(tmp_path)), "all", "c4", ENCODE)
+    source = JsonLinesSource(options(tmp_path), find_c4_files(options(tmp_path)), "all", "c4")
     documents = source.open_shard(0, 0, 1, ())
     lines = [documents.get(k) for k in range(3)]
     assert [line and parse_text(line, options(tmp_path)) for line in lines] == ["0 3", "3 4", None]

@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import (
-    check_data,
-    load_tokenizer,
-    needs_tokenizer,
-)
+from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.storage import addresses, retries
 from support import processes
-from support.data_makers import open_streams, write_counting, write_json_lines, write_rows
+from support.data_makers import check_data, needs_tokenizer, open_streams, write_counting, write_json_lines, write_rows
 from support.stores import STORES
 
 BATCHES = 40

@@ -12,14 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import identity, load_tokenizer, train_stream, validation_batches
-from noloco_jax.data.from_config import open_source
+from noloco_jax.data import load_tokenizer
+from noloco_jax.data.open_sources import open_source
 from noloco_jax.errors import UserError
 from support.data_makers import (
     CountingTokenizer,
     documents,
     open_streams,
     read_through,
+    train_stream,
+    validation_batches,
     write_c4,
     write_counting,
     write_rows,
@@ -272,16 +274,15 @@ def test_a_state_is_refused_after_contents_changed_at_the_same_size(tmp_path, ki
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
     (same,) = open_streams(config, 1)
     same.set_state(stream.get_state())
-    earlier_version = {k: v for k, v in stream.source.items() if k not in ("sampled contents", "text column")}
-    same.set_state(stream.get_state() | {"source": earlier_version})
+    on_a_server = {name: fact for name, fact in stream.source.items() if name != "sampled contents"}
+    same.set_state(stream.get_state() | {"source": on_a_server | {"file versions": "1"}})
     with pytest.raises(UserError, match=r"sampled contents '0', .*restore the former data"):
         same.set_state(stream.get_state() | {"source": stream.source | {"sampled contents": "0"}})
 
 
 def contents_of(config):
     """Return the digest of sampled contents as a new process computes it."""
-    identity._sampled_contents.cache_clear()
-    source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
+    source = open_source(config, validation=False, seed=0, vocab_size=None)
     return source.fingerprint["sampled contents"]
 
 

@@ -15,7 +15,7 @@ from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.checkpoint.trained_model import load_for_export
 from noloco_jax.config import TrainConfig, from_dict, load_saved, save_config
-from noloco_jax.data import Stream, train_stream
+from noloco_jax.data import Stream
 from noloco_jax.data.tokenizers import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
@@ -27,6 +27,7 @@ from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from support import tiny_model
+from support.data_makers import train_stream
 from support.rosters import on_loopback, written
 from support.texts import lines_of_words
 

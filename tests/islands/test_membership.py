@@ -7,7 +7,6 @@ import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.data import load_tokenizer
-from noloco_jax.data.stream import train_stream
 from noloco_jax.errors import UserError
 from noloco_jax.island.membership import Membership, _identity
 from noloco_jax.islands.agent import Agent
@@ -15,6 +14,7 @@ from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.start import begin, incarnation_of, write_incarnation
+from support.data_makers import train_stream
 from support.training_islands import NAMES, World, small
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import MeshConfig, TrainConfig, load_saved
-from noloco_jax.data import ByteTokenizer, validation_batches
+from noloco_jax.data import ByteTokenizer
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.metrics.evaluate import Validation, evaluate
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
 from support import processes
 from support.archipelago import Archipelago
-from support.data_makers import write_json_lines
+from support.data_makers import validation_batches, write_json_lines
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
-from noloco_jax.data import Stream, train_stream
-from noloco_jax.data.from_config import open_source
+from noloco_jax.data import HostBatch, RunData, Stream
+from noloco_jax.data.open_sources import open_source
 from noloco_jax.data.positions import DataPosition
 from noloco_jax.data.prefetch import DocumentReader, ReplicaDocuments
 from noloco_jax.data.source import SourceOptions
@@ -145,17 +145,44 @@ def write_mixture(folder: Path) -> tuple[DataConfig, dict[str, int]]:
 
 
 def open_streams(config: DataConfig, num_replicas: int, tokenizer: Any = None, seed: int = 0) -> list[Stream]:
+    """Open the streams of all replicas."""
     tokenizer = CountingTokenizer() if tokenizer is None else tokenizer
-    return [
-        train_stream(config, tokenizer, replica=replica, num_replicas=num_replicas, seed=seed)
-        for replica in range(num_replicas)
-    ]
+    streams = RunData(config, seed=seed).streams(tokenizer, {k: k for k in range(num_replicas)}, num_replicas)
+    return list(streams.by_replica.values())
+
+
+def train_stream(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    replica: int,
+    num_replicas: int,
+    seed: int,
+    vocab_size: int | None = None,
+) -> Stream:
+    """Open the stream of one replica."""
+    data = RunData(config, seed=seed, vocab_size=vocab_size)
+    return data.streams(tokenizer, {replica: replica}, num_replicas).by_replica[replica]
+
+
+def validation_batches(
+    config: DataConfig, tokenizer: Any, *, num_batches: int, vocab_size: int | None = None
+) -> list[HostBatch]:
+    return RunData(config, seed=0, vocab_size=vocab_size).validation_batches(tokenizer, num_batches)
+
+
+def check_data(config: DataConfig, *, num_replicas: int = 1, vocab_size: int | None = None) -> None:
+    RunData(config, seed=0, vocab_size=vocab_size).check(num_replicas)
+
+
+def needs_tokenizer(config: DataConfig) -> bool:
+    return RunData(config, seed=0).needs_tokenizer
 
 
 def before_next_document(config: DataConfig, state: dict[str, Any]) -> dict[str, Any]:
     """`state` without the shards in front that hold no further document; a redistributed state may have some."""
-    source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
-    documents = ReplicaDocuments(source, state["replica"], state["num_replicas"])
+    source = open_source(config, validation=False, seed=0, vocab_size=None)
+    documents = ReplicaDocuments("data", source, state["replica"], state["num_replicas"])
     reader = DocumentReader(documents, DataPosition.from_json(state))
     reader.advance()
     reader.close()

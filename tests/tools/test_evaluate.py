@@ -13,7 +13,7 @@ import pytest
 from noloco_jax.checkpoint import given_model
 from noloco_jax.checkpoint.record import write_start
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, SourceConfig, TrainConfig
-from noloco_jax.data import ByteTokenizer, data_facts
+from noloco_jax.data import ByteTokenizer, RunData
 from noloco_jax.errors import UserError
 from noloco_jax.evaluate import command as evaluate
 from noloco_jax.model.huggingface import save_folder
@@ -180,7 +180,7 @@ def text_run(tmp_path):
     data = DataConfig(kind="text", path=str(tmp_path / "book.txt"), sequence_length=16, add_bos=False, add_eos=False)
     config = TrainConfig(num_replicas=2, model=MODEL, data=data)
     make_run(tmp_path / "run", config)
-    write_start(config, tmp_path / "run", 0, [], data_facts(data, ByteTokenizer(), seed=config.seed))
+    write_start(config, tmp_path / "run", 0, [], RunData(data, seed=config.seed).facts(ByteTokenizer()))
     return tmp_path
 
 
