@@ -200,9 +200,8 @@ class HostExchange:
         self._under_way[number] = self._thread.submit(self._exchange, outgoing, np.int32(number))
 
     def take(self, number: int) -> tuple[PyTree, PyTree]:
-        """Wait for outer step `number`; return its correction and windows, on the run's devices."""
-        arrived = jax.block_until_ready(self._under_way.pop(number).result())
-        return self._on_devices(arrived, self._background.arriving)
+        """Return the correction and windows of outer step `number`, on the run's devices, once it is dispatched."""
+        return self._on_devices(self._under_way.pop(number).result(), self._background.arriving)
 
     def close(self) -> None:
         """End the thread after it has dispatched every exchange that was begun."""

@@ -28,7 +28,7 @@ class OuterSteps:
     Attributes:
       first: number of the first, from 0.
       count: number of outer steps.
-      seconds: time this process spent in them or waited for corrections of earlier ones.
+      seconds: estimated time of them and of corrections, from one measurement in `log_every` steps; 0 until the next.
       moved: movement of the replicas before the last measured outer step, (N,); None if unknown.
     """
 
@@ -44,7 +44,8 @@ class OuterSteps:
     def __add__(self, later: "OuterSteps | None") -> "OuterSteps":
         if later is None:
             return self
-        return OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds, later.moved)
+        moved = self.moved if later.moved is None else later.moved
+        return OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds, moved)
 
 
 class News(NamedTuple):
@@ -116,70 +117,111 @@ class Sync(Protocol):
         """End with this state: everything is saved, and all steps are taken if `finished`."""
 
 
+class _Sampled:
+    """Seconds of repeated work, estimated from one measurement in `every` steps, as measuring waits for the devices."""
+
+    def __init__(self, every: int):
+        self._every, self._last, self._unmeasured = every, -every, 0
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the work of this step is measured."""
+        return step - self._last >= self._every
+
+    def run(
+        self, step: int, count: int, state: TrainState, work: Callable[[TrainState], TrainState]
+    ) -> tuple[TrainState, float]:
+        """Do work that counts `count` times; return the seconds of all work since the last measurement, or 0."""
+        self._unmeasured += count
+        if not self.is_due(step):
+            return work(state), 0.0
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        state = jax.block_until_ready(work(state))
+        seconds = (time.perf_counter() - started) / count * self._unmeasured
+        self._last, self._unmeasured = step, 0
+        return state, seconds
+
+
 class CollectiveSync(Sync):
     """Outer steps of one program that holds all replicas: partners wait for each other."""
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._config, self._programs = config, programs
         self._schedule = schedule_of(config)
+        self._outer_timing, self._correction_timing = _Sampled(config.log_every), _Sampled(config.log_every)
+        self._seconds_correcting = 0.0
+        self._counts: tuple[int, int] | None = None
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
         if self._schedule is None:
             return state, None
-        return self._outer_steps(self._corrected(state, step), int(self._schedule.due(step)))
+        num_outer_steps, _ = self._counted(state)
+        state = self._apply_corrections(state, step, num_outer_steps - self._schedule.on_the_way(step))
+        return self._outer_steps(state, step, int(self._schedule.due(step)))
 
     def finish(self, state: TrainState, step: int) -> TrainState:
-        if self._programs.correct_step is not None:
-            assert state.outer is not None
-            state = self._apply_corrections(state, int(state.outer.round))
-        if self._schedule is None or not self._config.outer.final_merge:
+        if self._schedule is None:
+            return state
+        state = self._apply_corrections(state, step, self._counted(state)[0])
+        if not self._config.outer.final_merge:
             return state
         return state._replace(params=self._programs.merge(state.params))
 
     def groups(self, number: int) -> Round | None:
         return method_of(self._config).groups(self._config, number)
 
-    def _corrected(self, state: TrainState, step: int) -> TrainState:
-        """Apply the corrections that are due after inner step `step`."""
+    def _counted(self, state: TrainState) -> tuple[int, int]:
+        """Return the outer steps taken and the corrections applied; only the first call waits for the state's own."""
+        if self._counts is None:
+            assert state.outer is not None
+            delayed = self._programs.correct_step is not None
+            self._counts = int(state.outer.round), int(state.outer.rule.entered) if delayed else 0
+        return self._counts
+
+    def _apply_corrections(self, state: TrainState, step: int, end: int) -> TrainState:
+        """Apply the pending corrections of outer steps before `end`."""
         if self._programs.correct_step is None:
             return state
-        assert self._schedule is not None and state.outer is not None
-        return self._apply_corrections(state, int(state.outer.round) - self._schedule.on_the_way(step))
+        num_outer_steps, first = self._counted(state)
 
-    def _apply_corrections(self, state: TrainState, end: int) -> TrainState:
-        """Apply the pending corrections of outer steps before `end`."""
-        assert self._programs.correct_step is not None and state.outer is not None
-        for number in range(int(state.outer.rule.entered), end):
-            state = self._kept(state, number)
-            params, outer = self._programs.correct_step(state.params, state.outer)
-            state = state._replace(params=params, outer=outer)
+        def apply(state: TrainState) -> TrainState:
+            for number in range(first, end):
+                state = self._apply_correction(state, number)
+            return state
+
+        if first < end:
+            state, seconds = self._correction_timing.run(step, end - first, state, apply)
+            self._counts, self._seconds_correcting = (num_outer_steps, end), self._seconds_correcting + seconds
         return state
 
-    def _outer_steps(self, state: TrainState, count: int) -> tuple[TrainState, OuterSteps | None]:
+    def _outer_steps(self, state: TrainState, step: int, count: int) -> tuple[TrainState, OuterSteps | None]:
         if count == 0:
             return state, None
-        assert state.outer is not None
-        first = int(state.outer.round)
-        moved = None if self._programs.moved is None else self._programs.moved(state.params, state.outer)
-        jax.block_until_ready(state.params)
-        started = time.perf_counter()
-        for number in range(first, first + count):
-            state = self._outer_step(state, number)
-        jax.block_until_ready(state)
-        return state, OuterSteps(first, count, time.perf_counter() - started + self._seconds_waited(), moved)
+        first, num_applied = self._counted(state)
+        moved = None
+        if self._programs.moved is not None and self._outer_timing.is_due(step):
+            moved = self._programs.moved(state.params, state.outer)
+
+        def take(state: TrainState) -> TrainState:
+            for number in range(first, first + count):
+                state = self._outer_step(state, number)
+            return state
+
+        state, seconds = self._outer_timing.run(step, count, state, take)
+        self._counts = first + count, num_applied
+        seconds, self._seconds_correcting = seconds + self._seconds_correcting, 0.0
+        return state, OuterSteps(first, count, seconds, moved)
 
     def _outer_step(self, state: TrainState, number: int) -> TrainState:
         assert self._programs.outer_step is not None
         params, outer = self._programs.outer_step(state.params, state.outer)
         return state._replace(params=params, outer=outer)
 
-    def _kept(self, state: TrainState, number: int) -> TrainState:
-        """Return the state with the correction of outer step `number` stored; here the outer step has stored it."""
-        return state
-
-    def _seconds_waited(self) -> float:
-        """Return the seconds since the last call that training spent waiting for due corrections."""
-        return 0.0
+    def _apply_correction(self, state: TrainState, number: int) -> TrainState:
+        """Apply the correction of outer step `number`, which that step has stored."""
+        assert self._programs.correct_step is not None
+        params, outer = self._programs.correct_step(state.params, state.outer)
+        return state._replace(params=params, outer=outer)
 
 
 class BackgroundSync(CollectiveSync):
@@ -195,12 +237,11 @@ class BackgroundSync(CollectiveSync):
         super().__init__(config, programs)
         self._background = background
         self._exchange = HostExchange(background, programs.mesh)
-        self._waited = 0.0
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         """Wait for all exchanges in flight, since a checkpoint contains the corrections that are not due yet."""
         for number in self._exchange.under_way:
-            state = self._kept(state, number)
+            state = self._store(state, number)
         return state, {}
 
     def close(self, state: TrainState, finished: bool) -> None:
@@ -211,16 +252,12 @@ class BackgroundSync(CollectiveSync):
         self._exchange.begin(outgoing, number)
         return state._replace(params=params, outer=outer)
 
-    def _kept(self, state: TrainState, number: int) -> TrainState:
-        if number not in self._exchange.under_way:
-            return state  # it was stored before a save
-        jax.block_until_ready(state.params)  # the time before this is training, not waiting
-        started = time.perf_counter()
+    def _apply_correction(self, state: TrainState, number: int) -> TrainState:
+        if number in self._exchange.under_way:  # else it was stored before a save
+            state = self._store(state, number)
+        return super()._apply_correction(state, number)
+
+    def _store(self, state: TrainState, number: int) -> TrainState:
         correction, windows = self._exchange.take(number)
-        self._waited += time.perf_counter() - started
         params, outer = self._background.keep(state.params, state.outer, correction, windows, np.int32(number))
         return state._replace(params=params, outer=outer)
-
-    def _seconds_waited(self) -> float:
-        waited, self._waited = self._waited, 0.0
-        return waited
