@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from noloco_jax.config import ModelConfig
@@ -50,9 +49,6 @@ _LAYER_NAMES = {
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_DIGEST = "xxh3_128"  # in a file's metadata, of the whole file with zeros in the digest's own place
-_NO_DIGEST = b"0" * 32
-_PIECE = 1 << 18  # bytes read at a time
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -204,24 +200,10 @@ def _tensors(folder: Path) -> Iterator[tuple[Path, str, Any]]:
         path = folder / name
         try:
             with safe_open(path, framework="np") as reader:
-                _check_digest(path, (reader.metadata() or {}).get(_DIGEST))
                 for tensor in reader.keys():  # noqa: SIM118, a reader is no dict
                     yield path, tensor, reader
         except SafetensorError as error:
             raise UserError(f"{path} is not a whole safetensors file ({error}): copy it again") from None
-
-
-def _check_digest(path: Path, expected: str | None) -> None:
-    """Raise `UserError` where a file's bytes have changed since `save_folder`; files of others have no digest."""
-    if expected is None:
-        return
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", start := file.read(8))
-        found = xxhash.xxh3_128(start + file.read(size).replace(expected.encode(), _NO_DIGEST, 1))
-        while piece := file.read(_PIECE):
-            found.update(piece)
-    if found.hexdigest() != expected:
-        raise UserError(f"{path} is not as it was written (its {_DIGEST} differs): copy it or export it again")
 
 
 def check_new_folder(folder: str | os.PathLike[str]) -> None:
@@ -281,7 +263,7 @@ def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
     dtype = np.dtype(config.param_dtype)
     dtype_name = next(theirs for theirs, ours in _DTYPES.items() if ours == config.param_dtype)
     slots = dict(sorted(_slots(config).items()))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", _DIGEST: _NO_DIGEST.decode()}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     shapes = param_shapes(config)
     end = 0
     for name, slot in slots.items():
@@ -290,16 +272,10 @@ def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
         header[name] = {"dtype": dtype_name, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = struct.pack("<Q", len(text)) + text
-    digest = xxhash.xxh3_128(start)
     with path.open("wb") as file:
-        file.write(start)
+        file.write(struct.pack("<Q", len(text)) + text)
         for slot in slots.values():
-            content = slot.of(params).astype(dtype, copy=False).tobytes()
-            digest.update(content)
-            file.write(content)
-        file.seek(start.index(_NO_DIGEST))
-        file.write(digest.hexdigest().encode())
+            file.write(slot.of(params).astype(dtype, copy=False).tobytes())
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ Path = tuple[str, ...]
 LOGICAL_AXES = ("layer", "expert", "vocab", "hidden", "heads", "ffn")
 BUILT_IN = {"llama": "noloco_jax.model.llama:Llama", "moe": "noloco_jax.model.moe:Moe"}
 _STACKED = ("layer", "expert")
+_STAGES_REMEDY = "give --config.mesh.stage=1, or follow noloco_jax.model.kind.Stages"
 
 
 def weight(value: jax.Array, *axes: str | None) -> nnx.Param:
@@ -213,6 +214,10 @@ class Model(nnx.Module):
         return nnx.to_pure_dict(nnx.state(self, nnx.Param))
 
 
+def _refusal(config: ModelConfig, problem: str, remedy: str) -> UserError:
+    return UserError(f"model.kind={config.kind!r}: {problem}: {remedy}")
+
+
 @functools.cache
 def kind_of(config: ModelConfig) -> type[Model]:
     """Return the class that `config.kind` names.
@@ -224,14 +229,11 @@ def kind_of(config: ModelConfig) -> type[Model]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # one's own module may raise anything
-        raise UserError(
-            f"model.kind={config.kind!r}: the module {module_name} cannot be imported ({described(error)}): mend it, "
-            "start where Python finds it, or add its folder to PYTHONPATH"
-        ) from error
+        remedy = "mend it, start where Python finds it, or add its folder to PYTHONPATH"
+        raise _refusal(config, f"{module_name} cannot be imported ({described(error)})", remedy) from error
     kind = getattr(module, name, None)
     if not (inspect.isclass(kind) and issubclass(kind, Model)):
-        what = "has no such name" if kind is None else "has there no subclass of noloco_jax.model.kind.Model"
-        raise UserError(f"model.kind={config.kind!r}: {module_name} {what}: name a subclass of Model in it")
+        raise _refusal(config, f"{module_name} has no such model", "name a subclass of noloco_jax.model.kind.Model")
     return kind
 
 
@@ -243,10 +245,7 @@ def stages_of(config: ModelConfig) -> Stages:
     """
     stages = kind_of(config).stages
     if stages is None:
-        raise UserError(
-            f"model.kind={config.kind!r} is not cut into pipeline stages: give --config.mesh.stage=1, or name in its "
-            "class the fields that stages share out (noloco_jax.model.kind.Stages)"
-        )
+        raise _refusal(config, "the class names no stages", _STAGES_REMEDY)
     return stages
 
 
@@ -267,68 +266,49 @@ def check_kind(config: ModelConfig, num_stages: int, document_mask: bool = False
         _check_stages(config, stages_of(config))
     if config.kind in BUILT_IN:
         return
-    name = kind_of(config).__name__
     ids_BT = jax.ShapeDtypeStruct((2, 8), jnp.int32)
     batch = {"input_ids": ids_BT, "labels": ids_BT} | ({"segment_ids": ids_BT} if document_mask else {})
     try:
         traced = jax.make_jaxpr(jax.grad(lambda params, batch: loss(config, params, batch)[0]))(shapes, batch)
     except Exception as error:  # one's own model may raise anything
-        raise UserError(
-            f"model.kind={config.kind!r}: the loss of {name} cannot be traced ({described(error)}): mend its hidden "
-            "and head_kernel, or its loss_sum, which get tokens (2, 8) here"
-        ) from error
+        problem = f"the loss of tokens (2, 8) cannot be traced ({described(error)})"
+        raise _refusal(config, problem, "mend hidden and head_kernel, or loss_sum") from error
     segments_BT = traced.jaxpr.invars[-1]  # the last of the batch by name, and so of all
     if document_mask and not any(x is segments_BT for equation in traced.jaxpr.eqns for x in equation.invars):
-        raise UserError(
-            f"model.kind={config.kind!r}: {name} does not use segment_ids, so that documents of a sequence would see "
-            "each other: give --config.data.document_mask=False, or keep them apart by segments_BT in its hidden"
-        )
+        problem = "the loss does not use segment_ids, so that documents of a sequence would see each other"
+        raise _refusal(config, problem, "give --config.data.document_mask=False, or use segments_BT in hidden")
 
 
 def check_generates(config: ModelConfig) -> None:
     """Raise `UserError` for a model that text cannot be generated with, as it defines a loss alone."""
     kind = kind_of(config)
     if kind.hidden is Model.hidden or kind.head_kernel is Model.head_kernel:
-        raise UserError(
-            f"model.kind={config.kind!r}: {kind.__name__} has no hidden and head_kernel, so that it cannot generate: "
-            "define them, or train with --config.sample_tokens=0"
-        )
+        remedy = "define hidden and head_kernel, or train with --config.sample_tokens=0"
+        raise _refusal(config, "a model with a loss alone cannot generate", remedy)
 
 
 def _check_stages(config: ModelConfig, stages: Stages) -> None:
     """Raise `UserError` where the fields of the stages are not as `Stages` describes them, or the loss is another."""
-    if kind_of(config).loss_sum is not Model.loss_sum:
-        raise UserError(
-            f"model.kind={config.kind!r}: pipeline stages have the loss of the next token, and not loss_sum of "
-            f"{kind_of(config).__name__}: give --config.mesh.stage=1, or leave loss_sum out"
-        )
     kind = kind_of(config)
-    if (
-        kind.training_loss_sum is not Model.training_loss_sum
-        and kind.run_blocks_in_training is Model.run_blocks_in_training
-    ):
-        raise UserError(
-            f"model.kind={config.kind!r}: pipeline stages do not call training_loss_sum of {kind.__name__}: define "
-            "run_blocks_in_training too, or give --config.mesh.stage=1"
-        )
+    if kind.loss_sum is not Model.loss_sum:
+        raise _refusal(config, "pipeline stages have the loss of the next token, not its loss_sum", _STAGES_REMEDY)
+    has_own_loss = kind.training_loss_sum is not Model.training_loss_sum
+    if has_own_loss and kind.run_blocks_in_training is Model.run_blocks_in_training:
+        problem = "pipeline stages call run_blocks_in_training, not its training_loss_sum"
+        raise _refusal(config, problem, _STAGES_REMEDY)
     axes, shapes = param_axes(config), _leaves(param_shapes(config))
-    wanted: dict[str, Callable[[Path], bool]] = {
+    fits: dict[str, Callable[[Path], bool]] = {
         stages.embedding: lambda path: axes[path][:1] == ("vocab",) and len(path) == 1,
         stages.layers: lambda path: axes[path][:1] == ("layer",) and shapes[path].shape[0] == config.num_layers,
         stages.norm: lambda path: not {"layer", "vocab"} & {*axes[path]},
         stages.head: lambda path: axes[path][-1:] == ("vocab",) and len(path) == 1,
     }
-    fields = {path[0] for path in axes}
     wrong = [
-        *sorted(wanted.keys() ^ fields),
-        *(".".join(path) for path in axes if path[0] in wanted and not wanted[path[0]](path)),
+        *sorted(fits.keys() ^ {path[0] for path in axes}),
+        *(".".join(path) for path in axes if path[0] in fits and not fits[path[0]](path)),
     ]
     if wrong:
-        raise UserError(
-            f"model.kind={config.kind!r}: {wrong[0]} does not fit {stages}: its fields are all that a model in stages "
-            f"has, an embedding (V, D), layers stacked {config.num_layers} high, a norm and a head (D, V), with the "
-            "axes that noloco_jax.model.kind.Stages names"
-        )
+        raise _refusal(config, f"{wrong[0]} does not fit {stages} with {config.num_layers} layers", _STAGES_REMEDY)
 
 
 def from_params(config: ModelConfig, params: Params) -> Any:
@@ -344,28 +324,19 @@ def _abstract(kind: type[Model], config: ModelConfig) -> tuple[Any, Params, Mapp
     except Exception as error:  # one's own constructor may raise anything
         if config.kind in BUILT_IN:
             raise
-        raise UserError(
-            f"model.kind={config.kind!r}: {kind.__name__} cannot be made from model.* ({described(error)}): mend its "
-            "__init__(self, config, *, rngs)"
-        ) from error
+        problem = f"it cannot be made from model.* ({described(error)})"
+        raise _refusal(config, problem, "mend its __init__(self, config, *, rngs)") from error
     axes = {}
     for path, variable in nnx.to_flat_state(state):
-        name = ".".join(map(str, path))
-        if not isinstance(variable, nnx.Param):
-            raise UserError(
-                f"model.kind={config.kind!r}: {name} is a {type(variable).__name__}, and only nnx.Param is trained and "
-                "saved: keep nothing else in the model (no nnx.Rngs, no statistics)"
-            )
-        if not all(isinstance(key, str) for key in path):
-            raise UserError(
-                f"model.kind={config.kind!r}: {name} lies in a list, and weights are named by fields: give each layer "
-                "a field, or stack them by noloco_jax.model.kind.stacked"
-            )
-        axes[path] = _axes(variable, variable.ndim)
-        if len(axes[path]) != variable.ndim or not {*axes[path]} <= {*LOGICAL_AXES, None}:
-            raise UserError(
-                f"model.kind={config.kind!r}: {name} of shape {variable.shape} has the logical axes {axes[path]}: give "
-                f"one for each dimension, of {', '.join(LOGICAL_AXES)} or None"
+        is_weight = isinstance(variable, nnx.Param) and all(isinstance(key, str) for key in path)
+        axes[path] = _axes(variable, variable.ndim) if is_weight else ()
+        if not is_weight or len(axes[path]) != variable.ndim or not {*axes[path]} <= {*LOGICAL_AXES, None}:
+            name = f"{'.'.join(map(str, path))}, a {type(variable).__name__} with the axes {axes[path]}"
+            raise _refusal(
+                config,
+                f"{name}, is not a weight that can be trained and saved",
+                "a model holds nothing but nnx.Param in named fields, with one logical axis for each dimension, of "
+                f"{', '.join(LOGICAL_AXES)} or None (noloco_jax.model.kind.weight, and stacked for layers)",
             )
     return graphdef, nnx.to_pure_dict(state), MappingProxyType(axes)
 

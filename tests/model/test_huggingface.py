@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import random
 import shutil
 import tracemalloc
 import warnings
@@ -67,26 +66,6 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path, tied, dtype):
     assert_bitwise_equal(load_params(tmp_path / "model", config), params)
 
 
-def test_a_flipped_bit_in_saved_weights_is_refused_or_changes_nothing(folder):
-    """Some bits of a header mean nothing, and those of the digest's name only disable the check."""
-    path, rng = folder / "model.safetensors", random.Random(0)
-    whole, params = path.read_bytes(), load_params(folder, CONFIG)
-    header = 8 + int.from_bytes(whole[:8], "little")
-    places = [*(rng.randrange(header) for _ in range(40)), *(rng.randrange(header, len(whole)) for _ in range(40))]
-    for place in places:
-        damaged = bytearray(whole)
-        damaged[place] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        if place >= header:
-            with pytest.raises(UserError, match=r"model\.safetensors is not as it was written"):
-                load_params(folder, CONFIG)
-            continue
-        try:
-            assert_bitwise_equal(load_params(folder, CONFIG), params)
-        except UserError as error:
-            assert "\n" not in str(error)
-
-
 @needs_stories
 def test_a_trained_checkpoint_round_trips_bit_for_bit(tmp_path):
     config = from_dict({"model": config_from_folder(STORIES)}).model
@@ -107,7 +86,7 @@ def test_saved_tensors_have_transformers_names_shapes_and_metadata(tmp_path, cas
         with safe_open(path, framework="np") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118, a reader is no dict
             shapes = {name: (view.get_shape(), view.get_dtype()) for name, view in slices.items()}
-            return shapes, {name: text for name, text in reader.metadata().items() if name != "xxh3_128"}
+            return shapes, reader.metadata()
 
     assert described(tmp_path / "out" / "model.safetensors") == described(LLAMA / case / "model.safetensors")
 

@@ -53,9 +53,8 @@ def test_the_llama_is_the_default_and_may_be_named_by_its_path():
         ("lama", "neither 'llama' nor 'moe' nor a class of one's own"),
         ("os.path:", "neither 'llama' nor 'moe' nor a class of one's own"),
         ("no_such_module:Model", "no_such_module cannot be imported.*PYTHONPATH"),
-        ("support.own_model:Modell", "has no such name"),
-        ("support.own_model:draw", "no subclass of noloco_jax.model.kind.Model"),
-        ("support.own_model:Gate", "no subclass of noloco_jax.model.kind.Model"),
+        ("support.own_model:Modell", "support.own_model has no such model: name a subclass of noloco_jax.model.kind.M"),
+        ("support.own_model:Gate", "support.own_model has no such model"),
     ],
 )
 def test_a_kind_that_is_no_model_is_refused_in_a_line(given, message):
@@ -143,12 +142,12 @@ def broken(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "num_stages", "message"),
     [
-        ("Raises", 1, "Raises cannot be made from model.*no such size"),
-        ("HoldsStreams", 1, "only nnx.Param is trained and saved"),
-        ("HoldsList", 1, "parts.0 lies in a list"),
-        ("WrongAxes", 1, r"table of shape \(24, 16\) has the logical axes \('vocab',\)"),
+        ("Raises", 1, "it cannot be made from model.*no such size"),
+        ("HoldsStreams", 1, "rngs.params.count, a RngCount.* is not a weight that can be trained"),
+        ("HoldsList", 1, "parts.0, a Param .* is not a weight"),
+        ("WrongAxes", 1, r"table, a Param with the axes \('vocab',\), is not a weight"),
         ("UnknownAxis", 1, "of layer, expert, vocab, hidden, heads, ffn or None"),
-        ("HasNoHead", 1, "the loss of HasNoHead cannot be traced"),
+        ("HasNoHead", 1, "the loss of tokens .* cannot be traced"),
         ("InWrongStages", 2, "answers does not fit Stages"),
         ("HasLossAlone", 2, "pipeline stages have the loss of the next token"),
     ],
@@ -160,7 +159,9 @@ def test_a_model_that_would_fail_later_is_refused_in_a_line(broken, name, num_st
 
 def test_a_model_with_only_a_loss_is_accepted_for_training_but_not_for_generation(broken):
     kind.check_kind(broken("HasLossAlone"), num_stages=1)
-    with pytest.raises(UserError, match=r"cannot generate: define them, or train with --config.sample_tokens=0"):
+    with pytest.raises(
+        UserError, match=r"cannot generate: define .*--config.sample_tokens=0"
+    ):
         kind.check_generates(broken("HasLossAlone"))
     kind.check_generates(OWN)
 
@@ -178,7 +179,7 @@ def test_document_masks_are_refused_for_a_model_that_ignores_segment_ids(broken)
 
 
 def test_pipeline_stages_are_refused_for_a_model_without_stages():
-    with pytest.raises(UserError, match=r"not cut into pipeline stages: give --config.mesh.stage=1"):
+    with pytest.raises(UserError, match=r"names no stages: give --config.mesh.stage=1"):
         kind.check_kind(OWN, num_stages=2)
 
 

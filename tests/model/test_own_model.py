@@ -73,4 +73,4 @@ def test_a_wrong_kind_is_refused_in_one_line_before_any_data_are_read(config):
         config, config.parent / "wrong", "--config.model.kind=no_such:Model", "--config.data.path=no_such_folder"
     )
     assert status == 2
-    assert "model.kind='no_such:Model': the module no_such cannot be imported" in output
+    assert "model.kind='no_such:Model': no_such cannot be imported" in output
