@@ -159,9 +159,7 @@ def test_a_model_that_would_fail_later_is_refused_in_a_line(broken, name, num_st
 
 def test_a_model_with_only_a_loss_is_accepted_for_training_but_not_for_generation(broken):
     kind.check_kind(broken("HasLossAlone"), num_stages=1)
-    with pytest.raises(
-        UserError, match=r"cannot generate: define .*--config.sample_tokens=0"
-    ):
+    with pytest.raises(UserError, match=r"cannot generate: define .*--config.sample_tokens=0"):
         kind.check_generates(broken("HasLossAlone"))
     kind.check_generates(OWN)
 
