@@ -1,0 +1,1 @@
+"""Tokenization of texts to Parquet files."""
