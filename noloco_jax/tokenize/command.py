@@ -38,8 +38,8 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Tokenize the training and the validation documents; return the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.tokenize")
-    if flags.workers < 1:
-        raise UserError(f"--workers={flags.workers} is below 1: it is how many processes tokenize")
+    if flags.workers < 0:
+        raise UserError(f"--workers={flags.workers} is below 0: it is how many processes tokenize")
     if flags.shard_tokens < 1:
         raise UserError(f"--shard_tokens={flags.shard_tokens} is below 1: it is how many tokens a file holds")
     check_writable(flags.out)
@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where the files go")
     parser.add_argument(
-        "--workers", type=int, default=len(usable_cores()), metavar="N", help="processes (default: the cores)"
+        "--workers",
+        type=int,
+        default=len(usable_cores()),
+        metavar="N",
+        help="processes that tokenize (default: the cores; 0: this one)",
     )
     parser.add_argument(
         "--shard_tokens", type=int, default=2**26, metavar="N", help="tokens of a file (default %(default)s)"
@@ -65,6 +69,7 @@ def _define_flags(parser: argparse.ArgumentParser) -> None:
 def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -> None:
     from noloco_jax.data import check_vocabulary, load_tokenizer  # imported late, for --help
     from noloco_jax.data.open_sources import encoder_of, open_source
+    from noloco_jax.data.prefetch import Loader, Workers
     from noloco_jax.tokenize.shards import Progress, write_split
 
     data, vocab_size = replace(config.data, shuffle_buffer=1), config.model.vocab_size
@@ -88,7 +93,8 @@ def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -
         "--shard_tokens": shard_tokens,
         **{f"{split} documents": dict(source.fingerprint) for split, source in splits.items()},
     }
-    with _locked(out):
+    loader = Workers(splits, encode, workers, 1) if workers else Loader(splits, encode)
+    with _locked(out), contextlib.closing(loader):
         _check_settings(out, settings)
         for split, source in splits.items():
             started = time.monotonic()
@@ -102,7 +108,7 @@ def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -
                     flush=True,
                 )
 
-            write_split(source, encode, out / split, workers, shard_tokens, report)
+            write_split(source, loader, out / split, shard_tokens, report)
     print(f"train with --config.data.kind=parquet --config.data.path={out}")
 
 

@@ -6,7 +6,7 @@ Shapes: R rows of a file.
 import json
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from noloco_jax.data.positions import DataPosition, start_position
-from noloco_jax.data.prefetch import ReplicaDocuments, Workers, read_documents
-from noloco_jax.data.source import EncodeTexts, Source
+from noloco_jax.data.prefetch import Loader, ReplicaDocuments, read_documents
+from noloco_jax.data.source import Source
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("attention_mask", pa.list_(pa.int8()))])
 _GROUP_TOKENS = 2**20  # of a row group, which a trainer reads at once
@@ -49,12 +49,7 @@ class Progress:
 
 
 def write_split(
-    source: Source,
-    encode: EncodeTexts,
-    folder: Path,
-    workers: int,
-    shard_tokens: int,
-    report: Callable[[Progress], None],
+    source: Source, loader: Loader, folder: Path, shard_tokens: int, report: Callable[[Progress], None]
 ) -> None:
     """Write all documents of a source in their order, after the files that are there already.
 
@@ -62,9 +57,8 @@ def write_split(
 
     Args:
       source: texts, in the order of the files.
-      encode: texts -> tokens.
+      loader: tokenizes them, under the folder's name.
       folder: the folder to be.
-      workers: processes that tokenize; the files do not depend on their number.
       shard_tokens: a file ends with the document that reaches so many tokens.
       report: receives the progress at the start, where some files are there, and after every file.
     """
@@ -75,10 +69,9 @@ def write_split(
     progress = _found(unfinished)
     if progress.shards:
         report(progress)
-    loader = Workers({"data": source}, encode, workers, 1)
-    documents = ReplicaDocuments("data", source, 0, 1)
+    documents = ReplicaDocuments(folder.name, source, 0, 1)
     shard = None
-    with closing(loader), closing(read_documents(documents, progress.position, loader)) as tokenized:
+    with closing(read_documents(documents, progress.position, loader)) as tokenized:
         for document_1N, position in tokenized:
             is_over = position.epoch > 0
             if shard is not None and (is_over or shard.tokens >= shard_tokens):
@@ -99,7 +92,7 @@ def _found(folder: Path) -> Progress:
     files = sorted(folder.glob("*.parquet"))
     if not files:
         return Progress(start_position(0, 1))
-    told = json.loads(pq.read_schema(files[-1]).metadata[_PROGRESS])
+    told = json.loads(pq.read_metadata(files[-1]).metadata[_PROGRESS])
     return Progress(DataPosition.from_json(told.pop("position")), **told)
 
 

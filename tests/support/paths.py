@@ -10,6 +10,7 @@ SHARED = ROOT.parent / "shared"
 # What `python -m noloco_jax.NAME` runs.
 TOOLS = (
     "train",
+    "tokenize",
     "bench",
     "compare",
     "communication",
