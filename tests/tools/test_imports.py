@@ -37,7 +37,18 @@ def room(module: str) -> str:
 # Packages from the top down: a package imports those below it alone. Modules beside the packages are checked by
 # `test_there_are_no_circular_imports`.
 LAYERS = (
-    ("bench", "compare", "communication", "simulate", "evaluate", "export", "generate", "examples", "island"),
+    (
+        "bench",
+        "compare",
+        "communication",
+        "simulate",
+        "evaluate",
+        "export",
+        "generate",
+        "tokenize",
+        "examples",
+        "island",
+    ),
     ("own_loop",),
     ("islands",),
     ("train",),
