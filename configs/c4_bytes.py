@@ -15,11 +15,11 @@ time half-way between two. For 8 replicas on the same tokens add `--config.num_r
 Measured (4 replicas, 3 seeds, 0.6M tokens): validation perplexity per byte ddp 8.2, noloco 9.3, diloco 9.5, local 10.9.
 """
 
-from ml_collections import ConfigDict
+import noloco_jax
 
 
 def get_config():
-    config = ConfigDict()
+    config = noloco_jax.default_config()
     config.method = "noloco"
     config.num_replicas = 4
     config.num_steps = 610
@@ -28,7 +28,6 @@ def get_config():
     config.checkpoint_every = 610
     config.keep_checkpoints = 1
 
-    config.model = ConfigDict()
     config.model.hidden_size = 128
     config.model.intermediate_size = 512
     config.model.num_layers = 2
@@ -36,15 +35,12 @@ def get_config():
     config.model.num_kv_heads = 4
     config.model.vocab_size = 259  # 256 bytes, BOS, EOS and padding
 
-    config.inner = ConfigDict()
     config.inner.lr = 2e-3
     config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
     config.inner.warmup_steps = 50
 
-    config.outer = ConfigDict()
     config.outer.sync_every = 10
 
-    config.data = ConfigDict()
     config.data.kind = "c4"
     config.data.tokenizer = "byte"
     config.data.sequence_length = 128

@@ -12,19 +12,18 @@ over.
 import runpy
 from pathlib import Path
 
-from ml_collections import ConfigDict
+import noloco_jax
 
 
 def get_config(method="noloco"):
     paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))
 
-    config = ConfigDict()
+    config = noloco_jax.default_config()
     config.num_replicas = 4
     config.num_steps = 1000
     config.eval_every = 100
     config.checkpoint_every = 250
 
-    config.model = ConfigDict()
     config.model.hidden_size = 256
     config.model.intermediate_size = 1024
     config.model.num_layers = 4
@@ -32,14 +31,13 @@ def get_config(method="noloco"):
     config.model.num_kv_heads = 4
     config.model.vocab_size = 4096
 
-    inner = config.inner = ConfigDict()
+    inner = config.inner
     inner.lr = 6e-4
     inner.min_lr = inner.get_oneway_ref("lr") / 10
     inner.warmup_steps = 50
 
     paper["use_method"](config, inner, method, config.num_replicas)
 
-    config.data = ConfigDict()
     config.data.kind = "c4"
     config.data.tokenizer = ""  # given on the command line
     config.data.sequence_length = 256

@@ -12,6 +12,8 @@ defaults.
 
 from ml_collections import ConfigDict
 
+import noloco_jax
+
 SEQUENCE_LENGTH = 1024
 
 # Of each size: hidden size, layers, heads, FFN, learning rate, sequences in the global batch, replicas, remat.
@@ -58,7 +60,7 @@ def use_method(config: ConfigDict, inner: ConfigDict, method: str, replicas: int
     if method not in METHODS:
         raise ValueError(f"method {method!r} is none of {', '.join(METHODS)}")
     config.method = "noloco" if method == "best" else method
-    config.outer = best_outer_config(replicas) if method == "best" else outer_config(method)
+    config.outer.update(best_outer_config(replicas) if method == "best" else outer_config(method))
     if method == "best":
         inner.optimizer = "muon"
         inner.adam_lr = inner.lr  # of embedding, head and norms, as before
@@ -87,13 +89,12 @@ def paper_config(argument: str, size: str, data: str) -> ConfigDict:
     hidden, layers, heads, ffn, lr, global_batch, replicas, remat = SIZES[size]
     method, options = _parse(argument, {"replicas": replicas, "stages": 1})
 
-    config = ConfigDict()
+    config = noloco_jax.default_config()
     config.num_replicas = replicas
     config.num_steps = 25_000
     config.eval_every = 1000
     config.checkpoint_every = 1000
 
-    config.model = ConfigDict()
     config.model.hidden_size = hidden
     config.model.intermediate_size = ffn
     config.model.num_layers = layers
@@ -104,7 +105,7 @@ def paper_config(argument: str, size: str, data: str) -> ConfigDict:
     config.model.param_dtype = "float32"
     config.model.remat = remat
 
-    inner = config.inner = ConfigDict()
+    inner = config.inner
     inner.lr = lr
     inner.min_lr = inner.get_oneway_ref("lr") / 10
     inner.warmup_steps = 1000
@@ -113,7 +114,6 @@ def paper_config(argument: str, size: str, data: str) -> ConfigDict:
 
     use_method(config, inner, method, options["replicas"])
 
-    config.data = ConfigDict()
     config.data.kind = {"c4": "c4", "reddit": "parquet"}[data]
     config.data.tokenizer = "meta-llama/Meta-Llama-3-8B"
     config.data.sequence_length = SEQUENCE_LENGTH
@@ -122,7 +122,7 @@ def paper_config(argument: str, size: str, data: str) -> ConfigDict:
     config.num_replicas = options["replicas"]  # after the share of the batch, which a flag may still set
 
     if options["stages"] > 1:
-        config.mesh = ConfigDict({"stage": options["stages"]})
+        config.mesh.stage = options["stages"]
         config.num_microbatches = 16  # with 4 stages the pipeline idles for 3 of 19 ticks
     return config
 

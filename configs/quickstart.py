@@ -11,11 +11,11 @@ Expect a validation perplexity per byte below 5, and the merged model no worse t
 
 import sysconfig
 
-from ml_collections import ConfigDict
+import noloco_jax
 
 
 def get_config():
-    config = ConfigDict()
+    config = noloco_jax.default_config()
     config.method = "noloco"
     config.num_replicas = 4
     config.num_steps = 2400
@@ -26,7 +26,6 @@ def get_config():
     config.sample_prompt = "def "
     config.sample_tokens = 200
 
-    config.model = ConfigDict()
     config.model.hidden_size = 128
     config.model.intermediate_size = 512
     config.model.num_layers = 2
@@ -34,16 +33,13 @@ def get_config():
     config.model.num_kv_heads = 4
     config.model.vocab_size = 259  # 256 bytes, BOS, EOS and padding
 
-    config.inner = ConfigDict()
     config.inner.lr = 2e-3
     config.inner.min_lr = config.inner.get_oneway_ref("lr") / 20
     config.inner.warmup_steps = 100
     config.inner.b2 = 0.98  # a short memory, for a short run
 
-    config.outer = ConfigDict()
     config.outer.sync_every = 10
 
-    config.data = ConfigDict()
     config.data.kind = "text"
     config.data.path = sysconfig.get_path("stdlib")
     config.data.tokenizer = "byte"

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from noloco_jax.config.defaults import default_config
     from noloco_jax.outer.neighbours import RandomNeighbours
     from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
     from noloco_jax.own_loop.island import Island
@@ -19,6 +20,7 @@ __all__ = [
     "Island",
     "RandomNeighbours",
     "RandomPairing",
+    "default_config",
     "diloco",
     "epidemic",
     "noloco",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 _HOMES = {
     "Island": "own_loop.island",
+    "default_config": "config.defaults",
     "RandomNeighbours": "outer.neighbours",
     **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "outer.pairing"),
     **dict.fromkeys(("diloco", "epidemic", "noloco", "sparseloco"), "transforms"),

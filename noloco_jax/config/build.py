@@ -57,6 +57,8 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
         if name not in fields:
             raise unknown_field(path)
         field = fields[name]
+        if value is None and field.default is dataclasses.MISSING:
+            continue
         build = _entries if field.by_name else _group if field.is_group else _typed
         built[name] = build(path, field, value)
     for name, field in fields.items():

@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def read_config_file(file: str) -> ConfigDict:
             values = ConfigDict(values)
     except (UserError, KeyboardInterrupt):
         raise
+    except (AttributeError, KeyError) as error:
+        raise UserError(f"config file {path}{_where(path, error)}: {_unknown_name(error)}") from error
     except BaseException as error:  # a file's sys.exit() is its error too
         raise UserError(f"config file {path}{_where(path, error)}: {described(error)}") from error
     if not isinstance(values, ConfigDict):
@@ -87,6 +90,15 @@ def _run_python(path: str, argument: str) -> Any:
 def _check_argument(path: str, argument: str, takes_one: bool) -> None:
     if argument and not takes_one:
         raise UserError(f"config file {path} takes no argument, got {argument!r}: leave ':{argument}' out")
+
+
+def _unknown_name(error: Exception) -> str:
+    """Return what is wrong in a line; ml_collections lists all fields where one is unknown to the defaults."""
+    unknown = re.search(r'Key "(\w+)" does not exist and cannot be added', str(error))
+    if unknown is None:
+        return described(error)
+    meant = re.search(r'Did you mean "(\w+)"', str(error))
+    return f"unknown field {unknown[1]!r}: " + (f"did you mean {meant[1]!r}?" if meant else "see configs/FIELDS.md")
 
 
 def _where(path: str, error: BaseException) -> str:

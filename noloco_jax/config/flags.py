@@ -6,6 +6,7 @@ than the file's leaves out what the file sets of these, as it was chosen for the
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -48,7 +49,8 @@ def _with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     if given.get("method", before) != before and isinstance(outer, ConfigDict):
         for name in METHOD_FIELDS:
             if name in outer and f"outer.{name}" not in given:
-                del outer[name]  # chosen for the method before
+                with outer.unlocked():
+                    del outer[name]  # chosen for the method before
     for path, value in parsed:
         _assign(config, path, value)
     return config
@@ -58,14 +60,16 @@ def _assign(config: ConfigDict, path: str, value: Any) -> None:
     """Set a field in place, so that references to it follow, and make the groups that are missing."""
     *groups, name = path.split(".")
     for depth, group in enumerate(groups, start=1):
-        with config.unlocked():
-            if config.get(group) is None:
+        if config.get(group) is None:
+            with config.unlocked():
                 config[group] = ConfigDict()
         inside = config[group]
         if not isinstance(inside, ConfigDict):
             raise UserError(f"config field {'.'.join(groups[:depth])}: expected a group of fields, got {shown(inside)}")
         config = inside
-    with config.unlocked(), config.ignore_type():  # the field's own type counts, not that of the file's value
+    # Unlocking computes what follows other fields, which may have no value before all flags are set.
+    unlocked = contextlib.nullcontext() if name in config else config.unlocked()
+    with unlocked, config.ignore_type():  # the field's own type counts, not that of the file's value
         config[name] = value
 
 

@@ -328,7 +328,18 @@ def test_reading_a_configuration_imports_no_jax():
 
 
 def test_the_modules_import_one_another_in_one_direction():
-    order = ["schema", "fields", "checks", "build", "changes", "config_file", "flags", "__init__", "reference"]
+    order = [
+        "schema",
+        "fields",
+        "defaults",
+        "checks",
+        "build",
+        "changes",
+        "config_file",
+        "flags",
+        "__init__",
+        "reference",
+    ]
     folder = Path(noloco_jax.config.__file__).parent
     assert {path.stem for path in folder.glob("*.py")} == set(order)
     for position, name in enumerate(order):

@@ -37,12 +37,12 @@ def test_every_file_is_a_consistent_configuration_from_any_working_directory(tmp
         assert load(name, "", *required_flags(name)).method == "noloco", name
 
 
-def test_a_file_imports_only_ml_collections_and_the_standard_library():
+def test_a_file_imports_only_the_package_ml_collections_and_the_standard_library():
     for path in CONFIGS.glob("*.py"):
         tree = ast.parse(path.read_text())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert imported <= {"ml_collections", "pathlib", "runpy", "sysconfig"}, path
+        assert imported <= {"ml_collections", "noloco_jax", "pathlib", "runpy", "sysconfig"}, path
 
 
 def test_a_docstring_gives_the_command_that_runs_its_file():

@@ -260,6 +260,30 @@ def test_a_json_file_that_fails_is_named(tmp_path):
     assert "neither .py nor .json" in refusal(f"--config={tmp_path / 'config.toml'}")
 
 
+DEFAULTS = "import noloco_jax\n\ndef get_config():\n    config = noloco_jax.default_config()\n"
+
+
+def test_a_file_that_begins_with_the_defaults_sets_what_differs(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(f"{DEFAULTS}    return config\n")
+    assert loaded(str(path)) == TrainConfig()
+    path.write_text(
+        f"{DEFAULTS}    config.outer.lr = 1\n    config.inner.min_lr = config.inner.get_oneway_ref('lr') / 10\n"
+        "    config.data.kind = 'mixture'\n    config.data.mixture.web = dict(kind='text', path='a', weight=2)\n"
+        "    return config\n"
+    )
+    config = loaded(str(path), "--config.inner.lr=0.5", "--config.data.mixture.web.path=b")
+    assert (config.outer.lr, config.inner.min_lr) == (1.0, 0.05)
+    assert (config.data.mixture["web"].path, config.data.mixture["web"].weight) == ("b", 2.0)
+
+
+def test_an_unknown_field_in_a_file_of_defaults_is_answered_with_its_line_and_the_right_name(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(f"{DEFAULTS}    config.outer.sync_evry = 3\n    return config\n")
+    expected = f"config file {path} line 5: unknown field 'sync_evry': did you mean 'sync_every'?"
+    assert refusal(f"--config={path}") == expected
+
+
 def test_a_required_flag_under_another_name_is_answered_with_its_name(file):
     parser = make_parser("A tool.")
     parser.add_argument("--workdir", required=True)
