@@ -5,19 +5,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.methods import method_of
 from noloco_jax.model.kind import kind_of
 from noloco_jax.model.loss import logits_at_once
-from noloco_jax.spmd import pipeline, virtual_pipeline
 from noloco_jax.spmd.gradients import Batch, label_weights, loss_sum, replica_gradient
-from noloco_jax.spmd.routing import draw_routes, num_ticks, route_pool
+from noloco_jax.spmd.pipeline.losses import build_routed
 from noloco_jax.spmd.sharding import REPLICAS
-from noloco_jax.spmd.stages import sum_copies
 
 PyTree = Any
 
@@ -40,26 +36,13 @@ class Losses(NamedTuple):
 
 
 def build_losses(config: TrainConfig, mesh: Mesh | AbstractMesh) -> Losses:
-    """Build the functions for a run on a mesh; stages without devices of their own run one after another."""
-    model, num_microbatches, num_stages = config.model, config.num_microbatches, config.mesh.stage
+    """Build the functions for a run on a mesh."""
     weights = partial(label_weights, mean_over=REPLICAS if method_of(config).averages_gradients else None)
-    if num_stages == 1:
-        over_slots = jax.lax.map if replicas_at_once(config, mesh) == 1 else _at_once
-        gradient = partial(_whole_gradient, model, num_microbatches, over_slots, weights)
-        return Losses(gradient, partial(_whole_evaluate, model))
-    routed_nll = partial(pipeline.routed_nll, model, num_microbatches)
-    if mesh.shape["stage"] == 1:
-        routed_nll = partial(virtual_pipeline.routed_nll, model, num_stages, num_microbatches)
-    pool, fixed = (
-        route_pool(config.num_replicas, num_stages, config.seed, routing) for routing in (config.mesh.routing, "fixed")
-    )
-    ticks = num_ticks(num_microbatches, num_stages)
-    return Losses(
-        partial(
-            _routed_gradient, model, routed_nll, weights, pool, partial(draw_routes, len(pool), ticks, config.seed)
-        ),
-        partial(_routed_evaluate, routed_nll, fixed, ticks),
-    )
+    if config.mesh.stage > 1:
+        return Losses(*build_routed(config, mesh, weights))
+    over_slots = jax.lax.map if replicas_at_once(config, mesh) == 1 else _at_once
+    gradient = partial(_whole_gradient, config.model, config.num_microbatches, over_slots, weights)
+    return Losses(gradient, partial(_whole_evaluate, config.model))
 
 
 def replicas_at_once(config: TrainConfig, mesh: Mesh | AbstractMesh) -> int:
@@ -108,23 +91,3 @@ def _whole_gradient(
 
 def _whole_evaluate(model: ModelConfig, params: PyTree, batch: Batch):
     return jax.lax.map(lambda slot: loss_sum(model, *slot), (params, batch))
-
-
-def _routed_gradient(
-    model: ModelConfig, routed_nll, weights, pool: np.ndarray, routes_of, params: PyTree, batch: Batch, step: jax.Array
-):
-    weight_L = weights(batch)
-
-    def objective(params: PyTree):
-        weighted_L, _, auxiliary_L = routed_nll(pool, params, batch, weight_L, routes_of(step))
-        # JAX differentiates the sum over devices, and every stage returns its replica's loss, hence the division. Of
-        # the auxiliary loss it returns its own layers' share.
-        return jnp.sum(weighted_L) / jax.lax.axis_size("stage") + jnp.sum(auxiliary_L), weighted_L
-
-    gradients, loss_L = jax.grad(objective, has_aux=True)(params)
-    return sum_copies(model, gradients), loss_L
-
-
-def _routed_evaluate(routed_nll, pool: np.ndarray, num_ticks: int, params: PyTree, batch: Batch):
-    one_L = jnp.ones(len(batch["labels"]), jnp.float32)
-    return routed_nll(pool, params, batch, one_L, jnp.zeros(num_ticks, jnp.int32))[:2]

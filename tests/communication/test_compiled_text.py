@@ -8,8 +8,8 @@ import pytest
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.spmd.compile import arguments_of
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.pipeline.routes import route_pool
 from noloco_jax.spmd.programs import build_programs
-from noloco_jax.spmd.routing import route_pool
 from noloco_jax.train.messages import messages_of, num_pairings
 from support import tiny_model
 from support.compiled_text import Found, collectives_in

@@ -13,8 +13,8 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
 from noloco_jax.model.kind import init_params, loss
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.pipeline.routes import draw_routes, route_pool
 from noloco_jax.spmd.programs import TrainState, build_programs
-from noloco_jax.spmd.routing import draw_routes, route_pool
 from noloco_jax.spmd.stages import resize_vocabulary
 from support import tiny_model
 from support.initial import initial_state

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.exchange.routes import NOWHERE
-from noloco_jax.spmd.pipeline import device_routes
-from noloco_jax.spmd.routing import draw_routes, route_pool
+from noloco_jax.spmd.pipeline.over_devices import device_routes
+from noloco_jax.spmd.pipeline.routes import draw_routes, route_pool
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4, 7, 16])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.spmd.routing import route_pool
+from noloco_jax.spmd.pipeline.routes import route_pool
 from noloco_jax.train.messages import Messages, messages_of, num_outer_steps, num_pairings
 
 V, D, F = 259, 16, 32

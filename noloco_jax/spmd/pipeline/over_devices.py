@@ -71,7 +71,7 @@ def routed_nll(
     Args:
       model: the model.
       num_microbatches: M.
-      pool: (pool, S - 1, N), see `routing.route_pool`.
+      pool: (pool, S - 1, N), see `routes.route_pool`.
       params: this stage's part of the parameters, the vocabulary padded to a multiple of S; the device's L replicas in
         front.
       batch: (L, M·B, T), batches of the device's replicas, on each of their stages.

@@ -1,4 +1,4 @@
-"""Pipeline with random routing on one device, without schedule or messages: the readable equivalent of `pipeline`.
+"""Pipeline with random routing on one device, without schedule or messages: the readable equivalent of `over_devices`.
 
 Axes: N replicas, M micro-batches, B sequences of one, T positions, D hidden width.
 """
@@ -33,7 +33,7 @@ def routed_nll(
       model: the model.
       num_stages: S.
       num_microbatches: M.
-      pool: (pool, S - 1, N), see `routing.route_pool`.
+      pool: (pool, S - 1, N), see `routes.route_pool`.
       params: the model's, the N replicas in front.
       batch: (N, M·B, T).
       weight_N: float32, the weight of a label's loss in each of these batches.

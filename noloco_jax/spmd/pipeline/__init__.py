@@ -1,0 +1,1 @@
+"""Pipeline stages with random routing between replicas: over devices, and its twin on one device."""
