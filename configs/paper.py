@@ -55,7 +55,7 @@ def outer_config(method: str) -> ConfigDict:
     return config
 
 
-def use_method(config: ConfigDict, inner: ConfigDict, method: str, replicas: int) -> None:
+def use_method(config, inner, method: str, replicas: int) -> None:
     """Sets what a method, or `best`, asks of a configuration whose `inner` has the fields for Adam."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is none of {', '.join(METHODS)}")

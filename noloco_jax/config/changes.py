@@ -1,14 +1,53 @@
 """Differences between two configurations of a run, and settings that its method ignores."""
 
-from typing import Any, NamedTuple
+import re
+from typing import Any, Literal, NamedTuple
 
 from noloco_jax.config.build import known_fields, to_dict
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.config.schema import OnResume, field_at, flatten
+from noloco_jax.config.schema import NAME, field_at, flatten
 from noloco_jax.methods import METHODS
 from noloco_jax.wires import MODULO_BITS
 
+OnResume = Literal["must match", "may change", "free"]
+
+# Fields whose value a resume must keep: the arrays of a checkpoint, or the meaning of its positions, depend on them.
+MUST_MATCH = (
+    *("method", "seed", "init_from", "inner.optimizer"),
+    *("model.kind", "model.hidden_size", "model.intermediate_size", "model.num_layers", "model.num_heads"),
+    *("model.num_kv_heads", "model.head_dim", "model.qkv_bias", "model.qk_norm", "model.sliding_window"),
+    *("model.num_experts", "model.experts_per_token", "model.norm_topk_prob", "model.vocab_size", "model.rope_theta"),
+    *("model.rope_scaling", "model.norm_eps", "model.tie_embeddings", "model.param_dtype"),
+    *("outer.state_dtype", "outer.fragments", "outer.delay"),
+    *("data.kind", "data.text_column", "data.add_bos", "data.add_eos", "data.shuffle_buffer"),
+    *("data.mixture.NAME.kind", "data.mixture.NAME.text_column"),
+)
+# Fields that change no figure of a run.
+FREE = (
+    *("outer.offload", "data.num_workers", "log_every", "log_replicas"),
+    *("checkpoint_every", "keep_checkpoints", "keep_period", "elastic"),
+)
 _OF_EXPERTS = ("model.num_experts", "model.experts_per_token", "model.norm_topk_prob", "model.router_aux_loss_coef")
+
+
+def on_resume(path: str, before: TrainConfig | None = None, now: TrainConfig | None = None) -> OnResume:
+    """Return what a resume with another value of a field does: it is refused, told, or goes without a word.
+
+    Args:
+      path: the field, with any name for an entry of a group by name.
+      before, now: the configurations; a wire format whose arrays a checkpoint has, or lacks, must match too.
+    """
+    if (
+        before
+        and now
+        and path == "outer.wire"
+        and (before.outer.wire in MODULO_BITS) != (now.outer.wire in MODULO_BITS)
+    ):
+        return "must match"
+    path = re.sub(r"^(data\.mixture)\.[^.]+", rf"\1.{NAME}", path)
+    if any(path == name or path.startswith(f"{name}.") for name in MUST_MATCH):
+        return "must match"
+    return "free" if path in FREE else "may change"
 
 
 class Change(NamedTuple):
@@ -27,20 +66,12 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
     """Return the fields with different values, in their order, but those that neither configuration uses."""
     left, right = flatten(to_dict(before)), flatten(to_dict(now))
     return [
-        Change(path, left.get(path), right.get(path), _on_resume(path, field.on_resume, before, now))
+        Change(path, left.get(path), right.get(path), on_resume(path, before, now))
         for path in dict.fromkeys([*left, *right])
-        if (field := field_at(TrainConfig, path)) is not None
+        if field_at(TrainConfig, path) is not None
         and left.get(path) != right.get(path)
         and not all(_is_unused(config, path) for config in (before, now))
     ]
-
-
-def _on_resume(path: str, usual: OnResume, before: TrainConfig, now: TrainConfig) -> OnResume:
-    """Return "must match" for a change that adds arrays to the state in a checkpoint, or removes them."""
-    left, right = before.outer, now.outer
-    if path == "outer.wire" and (left.wire in MODULO_BITS) != (right.wire in MODULO_BITS):
-        return "must match"
-    return usual
 
 
 def unused_settings(config: TrainConfig) -> list[str]:

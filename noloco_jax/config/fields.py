@@ -1,7 +1,7 @@
 """A run's configuration: frozen dataclasses, each field with its default, its meaning and the values that it takes.
 
-`on_resume` says whether a run may resume from a checkpoint with another value of the field; `changes.py` reads it. The
-meanings are also the text of `configs/FIELDS.md`; `reference.py` makes that page.
+The meanings are also the text of `configs/FIELDS.md`, which `reference.py` makes. `changes.py` says which must match at
+a resume.
 
 Names and meanings are part of the public interface: `--config.outer.sync_every=25` sets `TrainConfig.outer.sync_every`.
 """
@@ -17,19 +17,14 @@ from noloco_jax.wires import WIRES
 class RopeScaling:
     """Llama 3's scaling of the rotary frequencies; the names are those of a Hugging Face config.json."""
 
-    factor: float = setting(MISSING, "Divisor of the low frequencies.", on_resume="must match", above=0)
+    factor: float = setting(MISSING, "Divisor of the low frequencies.", above=0)
     low_freq_factor: float = setting(
-        MISSING,
-        "Turns in the original context; a frequency with fewer is divided by the whole factor.",
-        on_resume="must match",
-        above=0,
+        MISSING, "Turns in the original context; a frequency with fewer is divided by the whole factor.", above=0
     )
     high_freq_factor: float = setting(
-        MISSING, "Turns in the original context; a frequency with more is not scaled.", on_resume="must match", above=0
+        MISSING, "Turns in the original context; a frequency with more is not scaled.", above=0
     )
-    original_max_position_embeddings: int = setting(
-        MISSING, "Context length in tokens before the scaling.", on_resume="must match", minimum=1
-    )
+    original_max_position_embeddings: int = setting(MISSING, "Context length in tokens before the scaling.", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -39,69 +34,40 @@ class ModelConfig:
     kind: str = setting(
         "llama",
         "The model: llama, moe (a mixture of experts) or a class of one's own as my_package.my_module:MyModel.",
-        on_resume="must match",
         nonempty=True,
     )
-    hidden_size: int = setting(256, "Width of the residual stream.", on_resume="must match", minimum=1)
-    intermediate_size: int = setting(
-        1024, "Width of the feed-forward layers, in moe of one expert.", on_resume="must match", minimum=1
-    )
-    num_layers: int = setting(4, "Number of transformer layers.", on_resume="must match", minimum=1)
-    num_heads: int = setting(4, "Attention heads per layer.", on_resume="must match", minimum=1)
-    num_kv_heads: int = setting(
-        4, "Key and value heads per layer, shared by the attention heads.", on_resume="must match", minimum=1
-    )
-    head_dim: int | None = setting(
-        None, "Width of a head; None: hidden_size over num_heads.", on_resume="must match", minimum=2
-    )
-    qkv_bias: bool = setting(
-        False, "Add learned biases to queries, keys and values, as Qwen 2 does.", on_resume="must match"
-    )
-    qk_norm: bool = setting(
-        False, "Normalize the queries and keys of each head by RMSNorm, as Qwen 3 does.", on_resume="must match"
-    )
+    hidden_size: int = setting(256, "Width of the residual stream.", minimum=1)
+    intermediate_size: int = setting(1024, "Width of the feed-forward layers, in moe of one expert.", minimum=1)
+    num_layers: int = setting(4, "Number of transformer layers.", minimum=1)
+    num_heads: int = setting(4, "Attention heads per layer.", minimum=1)
+    num_kv_heads: int = setting(4, "Key and value heads per layer, shared by the attention heads.", minimum=1)
+    head_dim: int | None = setting(None, "Width of a head; None: hidden_size over num_heads.", minimum=2)
+    qkv_bias: bool = setting(False, "Add learned biases to queries, keys and values, as Qwen 2 does.")
+    qk_norm: bool = setting(False, "Normalize the queries and keys of each head by RMSNorm, as Qwen 3 does.")
     sliding_window: int | None = setting(
         None,
         "Last tokens, itself among them, to which a token attends in every layer, as in Mistral; None: all.",
-        on_resume="must match",
         minimum=1,
     )
-    num_experts: int = setting(8, "Experts of each layer (moe only).", on_resume="must match", minimum=1)
-    experts_per_token: int = setting(
-        2, "Experts that a layer's router sends a token to (moe only).", on_resume="must match", minimum=1
-    )
-    norm_topk_prob: bool = setting(
-        True, "Scale the weights of a token's experts to a sum of one (moe only).", on_resume="must match"
-    )
+    num_experts: int = setting(8, "Experts of each layer (moe only).", minimum=1)
+    experts_per_token: int = setting(2, "Experts that a layer's router sends a token to (moe only).", minimum=1)
+    norm_topk_prob: bool = setting(True, "Scale the weights of a token's experts to a sum of one (moe only).")
     router_aux_loss_coef: float = setting(
-        0.01,
-        "Factor of the load-balancing loss, which training adds to the token loss (moe only).",
-        on_resume="may change",
-        minimum=0,
+        0.01, "Factor of the load-balancing loss, which training adds to the token loss (moe only).", minimum=0
     )
-    vocab_size: int = setting(
-        259, "Number of token ids; the byte tokenizer has 259.", on_resume="must match", minimum=1
-    )
-    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", on_resume="must match", above=0)
+    vocab_size: int = setting(259, "Number of token ids; the byte tokenizer has 259.", minimum=1)
+    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", above=0)
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = setting(1e-5, "Number added to the mean square in RMSNorm.", on_resume="must match", above=0)
-    tie_embeddings: bool = setting(
-        False, "Use the token embedding's matrix as the output layer too.", on_resume="must match"
-    )
-    dtype: str = setting(
-        "float32", "Dtype of activations and matrix products.", on_resume="may change", choices=("float32", "bfloat16")
-    )
+    norm_eps: float = setting(1e-5, "Number added to the mean square in RMSNorm.", above=0)
+    tie_embeddings: bool = setting(False, "Use the token embedding's matrix as the output layer too.")
+    dtype: str = setting("float32", "Dtype of activations and matrix products.", choices=("float32", "bfloat16"))
     param_dtype: str = setting(
-        "float32",
-        "Dtype of the weights that the inner optimizer updates.",
-        on_resume="must match",
-        choices=("float32", "bfloat16"),
+        "float32", "Dtype of the weights that the inner optimizer updates.", choices=("float32", "bfloat16")
     )
     remat: str = setting(
         "none",
         "Rematerialization in the backward pass: none, full layers, all but matrix products (dots), or whole "
         "pipeline stages (stage).",
-        on_resume="may change",
         choices=("none", "full", "dots", "stage"),
     )
 
@@ -123,56 +89,34 @@ class InnerConfig:
     optimizer: str = setting(
         "adam",
         "Inner optimizer; muon updates the layers' matrices by Muon, and embedding, head and norms by AdamW.",
-        on_resume="must match",
         choices=("adam", "adamw", "muon"),
     )
-    lr: float = setting(6e-4, "Learning rate after the warmup.", on_resume="may change", above=0)
+    lr: float = setting(6e-4, "Learning rate after the warmup.", above=0)
     adam_lr: float | None = setting(
         None,
         "Learning rate of the weights that AdamW updates beside muon, on the same schedule; None: a tenth of inner.lr.",
-        on_resume="may change",
         above=0,
     )
-    min_lr: float = setting(
-        6e-5,
-        "Learning rate at the end of the run, unless the schedule is constant.",
-        on_resume="may change",
-        minimum=0,
-    )
-    warmup_steps: int = setting(20, "Inner steps of the linear warmup to inner.lr.", on_resume="may change", minimum=0)
+    min_lr: float = setting(6e-5, "Learning rate at the end of the run, unless the schedule is constant.", minimum=0)
+    warmup_steps: int = setting(20, "Inner steps of the linear warmup to inner.lr.", minimum=0)
     schedule: str = setting(
         "cosine",
         "Learning rate after the warmup: a cosine decay to min_lr, constant and then a linear decay to min_lr (wsd), "
         "or constant.",
-        on_resume="may change",
         choices=("cosine", "wsd", "constant"),
     )
-    decay_share: float = setting(
-        0.2, "Share of num_steps over which wsd decays the learning rate.", on_resume="may change", above=0, below=1
-    )
+    decay_share: float = setting(0.2, "Share of num_steps over which wsd decays the learning rate.", above=0, below=1)
     clip_norm: float = setting(
-        1.0,
-        "Gradient clipping: largest global norm of a replica's gradient; 0: no clipping.",
-        on_resume="may change",
-        minimum=0,
+        1.0, "Gradient clipping: largest global norm of a replica's gradient; 0: no clipping.", minimum=0
     )
-    b1: float = setting(
-        0.9, "Adam's decay rate per step of the first moment.", on_resume="may change", minimum=0, below=1
-    )
-    b2: float = setting(
-        0.999, "Adam's decay rate per step of the second moment.", on_resume="may change", minimum=0, below=1
-    )
-    eps: float = setting(
-        1e-8, "Number added to the square root of Adam's second moment.", on_resume="may change", above=0
-    )
-    momentum: float = setting(
-        0.95, "Muon's decay rate per step of its momentum.", on_resume="may change", minimum=0, below=1
-    )
+    b1: float = setting(0.9, "Adam's decay rate per step of the first moment.", minimum=0, below=1)
+    b2: float = setting(0.999, "Adam's decay rate per step of the second moment.", minimum=0, below=1)
+    eps: float = setting(1e-8, "Number added to the square root of Adam's second moment.", above=0)
+    momentum: float = setting(0.95, "Muon's decay rate per step of its momentum.", minimum=0, below=1)
     weight_decay: float = setting(
         0.0,
         "Decoupled weight decay of all weights, norms and embedding too, multiplied by the learning rate (adamw and "
         "muon only).",
-        on_resume="may change",
         minimum=0,
     )
 
@@ -186,96 +130,67 @@ class OuterConfig:
     where a flag names another method, that method's defaults hold, except for fields that flags set too.
     """
 
-    lr: float = setting(None, "Outer learning rate, the paper's beta.", on_resume="may change", above=0)
-    momentum: float = setting(None, "Outer momentum, the paper's alpha.", on_resume="may change", minimum=0, below=1)
+    lr: float = setting(None, "Outer learning rate, the paper's beta.", above=0)
+    momentum: float = setting(None, "Outer momentum, the paper's alpha.", minimum=0, below=1)
     momentum_of: str = setting(
         None,
         "Quantity that outer momentum accumulates: steps (whole outer steps, as in the paper) or corrections (what "
         "peers contributed, which leaves the replicas' mean unchanged; noloco only).",
-        on_resume="may change",
         choices=("steps", "corrections"),
     )
     consensus: float | None = setting(
         None,
         "Strength of the pull towards the group's mean, the paper's gamma; None: equal to outer.lr (noloco only).",
-        on_resume="may change",
         minimum=0,
     )
-    sync_every: int = setting(None, "Inner steps from one outer step to the next.", on_resume="may change", minimum=1)
-    group_size: int = setting(
-        None,
-        "Replicas per group that averages in an outer step (noloco only).",
-        on_resume="may change",
-        minimum=1,
-    )
+    sync_every: int = setting(None, "Inner steps from one outer step to the next.", minimum=1)
+    group_size: int = setting(None, "Replicas per group that averages in an outer step (noloco only).", minimum=1)
     order: str = setting(
         None,
         "Order of pairings: shuffled passes over their pool, independent draws, as in the paper, or a hypercube, where "
         "any log2(num_replicas) rounds in a row average all replicas (powers of two; noloco only).",
-        on_resume="may change",
         choices=("passes", "independent", "hypercube"),
     )
-    nesterov: bool = setting(
-        None,
-        "Use Nesterov momentum, as in DiLoCo's own paper; False: heavy ball (diloco only).",
-        on_resume="may change",
-    )
+    nesterov: bool = setting(None, "Use Nesterov momentum, as in DiLoCo's own paper; False: heavy ball (diloco only).")
     wire: str = setting(
         None,
         "Wire format of messages between replicas; the int and modulo formats quantize blocks of weights (noloco and "
         "epidemic; modulo: noloco only, and it must match).",
-        on_resume="may change",
         choices=WIRES,
     )
-    state_dtype: str = setting(
-        "float32",
-        "Dtype of slow weights and outer momentum.",
-        on_resume="must match",
-        choices=("float32", "bfloat16"),
-    )
+    state_dtype: str = setting("float32", "Dtype of slow weights and outer momentum.", choices=("float32", "bfloat16"))
     fragments: int = setting(
         1,
         "Equal parts of the parameters, each with an outer step of its own in every sync_every inner steps; a divisor "
         "of model.hidden_size.",
-        on_resume="must match",
         minimum=1,
     )
     delay: int = setting(
         0,
         "Inner steps from an outer step until the peers' contribution is applied; exchange and training overlap, over "
         "the hosts where replicas are on several devices; at most sync_every.",
-        on_resume="must match",
         minimum=0,
     )
-    final_merge: bool = setting(
-        False,
-        "Replace the weights of all replicas by their mean at the end.",
-        on_resume="may change",
-    )
+    final_merge: bool = setting(False, "Replace the weights of all replicas by their mean at the end.")
     neighbours: int | None = setting(
         None,
         "Peers to which a replica sends its weights in an outer step, and as many from which it receives; None: log2 "
         "of num_replicas, rounded up (epidemic only).",
-        on_resume="may change",
         minimum=1,
     )
     error_decay: float = setting(
         None,
         "Decay per outer step of the error feedback, the movement not sent yet; SparseLoCo's beta (sparseloco only).",
-        on_resume="may change",
         minimum=0,
         below=1,
     )
     top_k: int = setting(
         None,
         "Entries sent per chunk of 4096 weights, rounded up to a multiple of 4 (sparseloco only).",
-        on_resume="may change",
         minimum=1,
         below=4097,
     )
-    offload: bool = setting(
-        False, "Keep slow weights and outer momentum in host memory between outer steps.", on_resume="free"
-    )
+    offload: bool = setting(False, "Keep slow weights and outer momentum in host memory between outer steps.")
 
 
 DATA_KINDS = ("c4", "jsonl", "parquet", "text")
@@ -289,27 +204,18 @@ class SourceConfig:
     The fields have the meaning of those of `data`.
     """
 
-    kind: str = setting(
-        MISSING, "Format of the files under its path, as for data.kind.", on_resume="must match", choices=DATA_KINDS
-    )
+    kind: str = setting(MISSING, "Format of the files under its path, as for data.kind.", choices=DATA_KINDS)
     weight: float = setting(
-        MISSING,
-        "Share of the training and validation tokens, relative to the weights of the other sources.",
-        on_resume="may change",
-        above=0,
+        MISSING, "Share of the training and validation tokens, relative to the weights of the other sources.", above=0
     )
-    path: str = setting("", "File or folder of the source's training documents.", on_resume="may change")
+    path: str = setting("", "File or folder of the source's training documents.")
     validation_path: str = setting(
         "",
         "File or folder of the source's validation documents; empty: those found beside its path or held out of it, "
         "which a resume of a run that held out its own requires.",
-        on_resume="may change",
     )
     text_column: str = setting(
-        _TEXT_COLUMN,
-        "The field of a JSON line or the Parquet column that holds the source's text.",
-        on_resume="must match",
-        nonempty=True,
+        _TEXT_COLUMN, "The field of a JSON line or the Parquet column that holds the source's text.", nonempty=True
     )
 
 
@@ -321,63 +227,49 @@ class DataConfig:
         "text",
         "Format of the files under data.path: C4's gzipped JSON lines, JSON lines under any name, Parquet files, or "
         "text files; mixture: the sources are in data.mixture.",
-        on_resume="must match",
         choices=(*DATA_KINDS, "mixture"),
     )
     path: str = setting(
-        "",
-        "File or folder of the training documents; or its address, hf://, s3://, gs:// or https://.",
-        on_resume="may change",
+        "", "File or folder of the training documents; or its address, hf://, s3://, gs:// or https://."
     )
     validation_path: str = setting(
         "",
         "File, folder or address of the validation documents; empty: those found beside data.path or held out of it, "
         "which a resume of a run that held out its own requires.",
-        on_resume="may change",
     )
     text_column: str = setting(
         _TEXT_COLUMN,
         "The field of a JSON line or the Parquet column that holds a document's text; a name other than text takes "
         "precedence over columns of tokens.",
-        on_resume="must match",
         nonempty=True,
     )
     tokenizer: str = setting(
         "byte",
         "'byte' (a token per byte), or the name or folder of a transformers tokenizer, or the folder's address.",
-        on_resume="may change",
         nonempty=True,
     )
-    add_bos: bool = setting(True, "Begin each document with the tokenizer's BOS token.", on_resume="must match")
-    add_eos: bool = setting(True, "End each document with the tokenizer's EOS token.", on_resume="must match")
+    add_bos: bool = setting(True, "Begin each document with the tokenizer's BOS token.")
+    add_eos: bool = setting(True, "End each document with the tokenizer's EOS token.")
     sequence_length: int = setting(
         256,
         "Tokens per sequence; a run on text resumes only with one that cuts its files into the same pieces.",
-        on_resume="may change",
         minimum=1,
     )
-    batch_size: int = setting(8, "Sequences per replica and inner step.", on_resume="may change", minimum=1)
+    batch_size: int = setting(8, "Sequences per replica and inner step.", minimum=1)
     document_mask: bool = setting(
-        False,
-        "Restrict attention to a token's own document; a document's first token is then no label.",
-        on_resume="may change",
+        False, "Restrict attention to a token's own document; a document's first token is then no label."
     )
     num_workers: int = setting(
         0,
         "Processes that tokenize for all replicas that a process of the run reads; 0: a thread each does it.",
-        on_resume="free",
         minimum=0,
     )
     shuffle_buffer: int = setting(
-        1000,
-        "Documents of a shuffle window, of text all; 1 keeps the files' order.",
-        on_resume="must match",
-        minimum=1,
+        1000, "Documents of a shuffle window, of text all; 1 keeps the files' order.", minimum=1
     )
     on_bad_shard: str = setting(
         "stop",
         "Action at a file that does not decode: stop the run, or skip the rest of the file with a warning.",
-        on_resume="may change",
         choices=("stop", "skip"),
     )
     mixture: Entries[SourceConfig] = NO_ENTRIES
@@ -388,31 +280,21 @@ class MeshConfig:
     """Devices along each axis of the mesh, and the routing of micro-batches through it."""
 
     replica: int = setting(
-        -1,
-        "Devices that the replicas are divided among; -1: all that the other axes leave.",
-        on_resume="may change",
-        minimum=1,
-        besides=-1,
+        -1, "Devices that the replicas are divided among; -1: all that the other axes leave.", minimum=1, besides=-1
     )
-    stage: int = setting(1, "Pipeline stages per replica.", on_resume="may change", minimum=1)
+    stage: int = setting(1, "Pipeline stages per replica.", minimum=1)
     fsdp: int = setting(
         1,
         "Devices that shard a replica's weights and its batch; -1: all that the other axes leave.",
-        on_resume="may change",
         minimum=1,
         besides=-1,
     )
     tensor: int = setting(
-        1,
-        "Devices that shard every layer's matrix products; -1: all that the other axes leave.",
-        on_resume="may change",
-        minimum=1,
-        besides=-1,
+        1, "Devices that shard every layer's matrix products; -1: all that the other axes leave.", minimum=1, besides=-1
     )
     routing: str = setting(
         "random",
         "Replica whose next stage a micro-batch enters: a random one, or always its own (fixed).",
-        on_resume="may change",
         choices=("random", "fixed"),
     )
 
@@ -424,21 +306,12 @@ class TrainConfig:
     method: str = setting(
         "noloco",
         "Method of averaging: small groups, random peers, all replicas, gradients at every step, or none (local).",
-        on_resume="must match",
         choices=tuple(METHODS),
     )
-    num_replicas: int = setting(4, "Number of replicas.", on_resume="may change", minimum=1, below=2**14)
-    num_steps: int = setting(1000, "Inner steps of the run.", on_resume="may change", minimum=1)
-    seed: int = setting(
-        0,
-        "Seed of initial weights, data order and pairings.",
-        on_resume="must match",
-        minimum=0,
-        below=2**64,
-    )
-    num_microbatches: int = setting(
-        1, "Micro-batches of a replica's batch, computed one after another.", on_resume="may change", minimum=1
-    )
+    num_replicas: int = setting(4, "Number of replicas.", minimum=1, below=2**14)
+    num_steps: int = setting(1000, "Inner steps of the run.", minimum=1)
+    seed: int = setting(0, "Seed of initial weights, data order and pairings.", minimum=0, below=2**64)
+    num_microbatches: int = setting(1, "Micro-batches of a replica's batch, computed one after another.", minimum=1)
     model: ModelConfig = ModelConfig()
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
@@ -447,43 +320,33 @@ class TrainConfig:
     eval_every: int = setting(
         500,
         "Inner steps from one evaluation to the next; the run always ends with one, and 0 leaves out all others.",
-        on_resume="may change",
         minimum=0,
     )
-    eval_batches: int = setting(16, "Validation batches per evaluation.", on_resume="may change", minimum=1)
-    log_every: int = setting(
-        10, "Inner steps from one line of training metrics to the next.", on_resume="free", minimum=1
-    )
+    eval_batches: int = setting(16, "Validation batches per evaluation.", minimum=1)
+    log_every: int = setting(10, "Inner steps from one line of training metrics to the next.", minimum=1)
     checkpoint_every: int = setting(
-        500, "Inner steps from one checkpoint to the next; the run always ends with one.", on_resume="free", minimum=1
+        500, "Inner steps from one checkpoint to the next; the run always ends with one.", minimum=1
     )
-    keep_checkpoints: int = setting(2, "Number of newest checkpoints to keep.", on_resume="free", minimum=1)
+    keep_checkpoints: int = setting(2, "Number of newest checkpoints to keep.", minimum=1)
     keep_period: int = setting(
         0,
         "Inner steps from one permanent checkpoint to the next, a multiple of checkpoint_every; 0: none is permanent.",
-        on_resume="free",
         minimum=0,
     )
     elastic: str = setting(
         "",
         "Resume with another num_replicas: merge several replicas into one or keep only some, for fewer; copy "
         "replicas, for more; empty: refuse.",
-        on_resume="free",
         choices=("", "merge", "keep", "copy"),
     )
     init_from: str = setting(
         "",
         "Hugging Face folder of the initial weights, or its address; empty: random weights, and at a resume always "
         "permitted.",
-        on_resume="must match",
     )
-    sample_prompt: str = setting(
-        "", "Prompt that the merged model continues at the end of the run.", on_resume="may change"
-    )
-    sample_tokens: int = setting(
-        0, "Tokens to generate after sample_prompt; 0: none.", on_resume="may change", minimum=0
-    )
-    log_replicas: bool = setting(False, "Log the loss of each replica in the training metrics.", on_resume="free")
+    sample_prompt: str = setting("", "Prompt that the merged model continues at the end of the run.")
+    sample_tokens: int = setting(0, "Tokens to generate after sample_prompt; 0: none.", minimum=0)
+    log_replicas: bool = setting(False, "Log the loss of each replica in the training metrics.")
 
     def __post_init__(self) -> None:
         """Fill the method's own fields that are not given from its defaults."""

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 from noloco_jax.config.build import find_field, from_dict, known_fields, to_dict
+from noloco_jax.config.changes import on_resume
 from noloco_jax.config.checks import check_field
 from noloco_jax.config.config_file import bundled_names, read_config_file
 from noloco_jax.config.fields import TrainConfig
@@ -213,7 +214,7 @@ def _fields_help() -> str:
     for path, field in known_fields().items():
         values = ", ".join(filter(None, (field.type_name, str(field.allowed))))
         default = "" if field.default is dataclasses.MISSING else f" (default {_default_of(path, field)})"
-        resume = ", must match on resume" if field.on_resume == "must match" else ""
+        resume = ", must match on resume" if on_resume(path) == "must match" else ""
         lines.append(f"  {path}  {values}{default}{resume}")
         lines.append(textwrap.indent(textwrap.fill(field.meaning, 100), " " * 6))
     return "\n".join(lines)

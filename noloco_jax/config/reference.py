@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 
+from noloco_jax.config.changes import on_resume
 from noloco_jax.config.checks import LARGEST_INT
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import NAME, FieldInfo, fields_of
@@ -51,7 +52,7 @@ def _row(path: str, info: FieldInfo) -> list[str]:
         default = _BY_METHOD
     else:
         default = "required" if info.default is dataclasses.MISSING else f"`{info.default!r}`"
-    return [f"`{path}`", info.type_name, default, str(info.allowed), info.on_resume, info.meaning]
+    return [f"`{path}`", info.type_name, default, str(info.allowed), on_resume(path), info.meaning]
 
 
 def _methods() -> str:

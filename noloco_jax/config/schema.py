@@ -6,13 +6,10 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 NAME = "NAME"  # stands in a dotted path for the name that the user gives to an entry
 T = TypeVar("T")
-
-# Changes of a field on resume: keep its value, take another and say so, or take any.
-OnResume = Literal["must match", "may change", "free"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,6 @@ class FieldInfo:
       default: its value where none is given; `dataclasses.MISSING` where one has to be.
       meaning: one sentence; a group's is its dataclass's docstring.
       allowed: the values that it takes.
-      on_resume: whether a run may resume from a checkpoint with another value; "free" are fields that change no figure.
       by_name: whether it holds any number of such groups, its entries, each under a name that the user chooses.
     """
 
@@ -78,7 +74,6 @@ class FieldInfo:
     default: Any
     meaning: str = ""
     allowed: Allowed = Allowed()
-    on_resume: OnResume = "must match"
     by_name: bool = False
 
     @property
@@ -119,9 +114,9 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def setting(default: Any, meaning: str, *, on_resume: OnResume, **allowed: Any) -> Any:
-    """A dataclass field with its meaning, what a resume may do with it, and its values in the terms of `Allowed`."""
-    metadata = {"meaning": meaning, "on_resume": on_resume, "allowed": Allowed(**allowed)}
+def setting(default: Any, meaning: str, **allowed: Any) -> Any:
+    """Return a dataclass field with its meaning, and its values in the terms of `Allowed`."""
+    metadata = {"meaning": meaning, "allowed": Allowed(**allowed)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
