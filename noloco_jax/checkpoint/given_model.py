@@ -60,7 +60,7 @@ def define_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     source.add_argument("--workdir", type=folder_of_flag, help="a run's folder, with a checkpoint in it")
     parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
-    parser.add_argument("--tokenizer", help='where the model has none: a tokenizer\'s name or folder, or "byte"')
+    parser.add_argument("--tokenizer", help='the model\'s tokenizer, where it brings none: a name or folder, or "byte"')
 
 
 @contextlib.contextmanager
@@ -84,7 +84,11 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> GivenModel:
     special, length = read_json(folder / CONFIG_FILE), max_positions(folder)
     tokenizer = None
     if args.tokenizer is not None or any(folder.glob("tokenizer*")):
-        tokenizer = load_tokenizer(str(folder.absolute()) if args.tokenizer is None else args.tokenizer)
+        tokenizer = (
+            load_tokenizer(str(folder.absolute()))
+            if args.tokenizer is None
+            else load_tokenizer(args.tokenizer, "--tokenizer")
+        )
         check_vocabulary(tokenizer, config.vocab_size)
     return GivenModel(
         config=config,
@@ -104,11 +108,7 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> GivenModel:
 
 def _of_run(args: argparse.Namespace, workdir: Path) -> GivenModel:
     run = load_saved(workdir)
-    tokenizer = tokenizer_of(run.data)
-    if tokenizer is not None and args.tokenizer is not None:
-        raise UserError(f"--tokenizer={args.tokenizer}: the run in --workdir brings its own, leave it out")
-    if args.tokenizer is not None:
-        tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = tokenizer_of(run.data, workdir, args.tokenizer)
     if tokenizer is not None:
         check_vocabulary(tokenizer, run.model.vocab_size)
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict
+from noloco_jax.data.tokenizers import copy_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 
 HISTORY_FILE = "config.history.jsonl"
+TOKENIZER_FOLDER = "tokenizer"
 _PACKAGES = ("noloco_jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 
 
@@ -85,6 +87,8 @@ def write_start(
 ) -> None:
     """Write config.json, and append a line on this start to config.history.jsonl, whose earlier lines are kept unread.
 
+    A tokenizer in a folder is copied to `TOKENIZER_FOLDER`, for tools that read the run from elsewhere or later.
+
     A line has the time, the step that the run resumes from (0 for a new run), the changes since that checkpoint as
     field -> [before, now], the versions, the whole configuration, and the facts that tell the data from others.
     """
@@ -101,6 +105,7 @@ def write_start(
     if former and not former.endswith(b"\n"):
         former += b"\n"  # an incomplete last line must not merge with the new one
     write_whole(history, former + json.dumps(line).encode() + b"\n")
+    copy_tokenizer(config.data.tokenizer, workdir / TOKENIZER_FOLDER)
     save_config(config, workdir)
 
 

@@ -164,8 +164,8 @@ class CheckpointFiles:
         then = self._record(step)["source"].get("tokenizer")  # None if the data were token ids
         if then not in (None, tokenizer.fingerprint):
             raise UserError(
-                f"data.tokenizer={tokenizer.name!r} is not the one that the run in {self._folder.parent} was "
-                f"trained with (fingerprint {then}, now {tokenizer.fingerprint}): restore its files"
+                f"the tokenizer {tokenizer.name!r} is not the one that the run in {self._folder.parent} was "
+                f"trained with (fingerprint {then}, now {tokenizer.fingerprint}): restore its files, or name it"
             )
 
     def version_changes(self, step: int) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from noloco_jax.checkpoint.record import TOKENIZER_FOLDER
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import DataConfig, TrainConfig, load_saved
 from noloco_jax.data import ByteTokenizer, RunData, Tokenizer, load_tokenizer
@@ -71,8 +72,18 @@ def load_for_export(
     return TrainedModel(config, jax.tree.map(lambda x: x[0], params), of if replica is None else f"replica {replica}")
 
 
-def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer of a run's token ids; None if its data held ids of an unknown tokenizer, or are missing."""
+def tokenizer_of(data: DataConfig, workdir: Path | None, given: str | None = None) -> Tokenizer | None:
+    """Return the tokenizer of a run's token ids; None if its data held ids of an unknown tokenizer, or are missing.
+
+    Args:
+      data: the run's.
+      workdir: its folder, which may hold a copy of the tokenizer; None: unknown.
+      given: what `--tokenizer` names; None: the run's own.
+    """
+    if given is not None:
+        return load_tokenizer(given, "--tokenizer")
+    if workdir is not None and (workdir / TOKENIZER_FOLDER).is_dir():
+        return load_tokenizer(str((workdir / TOKENIZER_FOLDER).absolute()))
     if data.tokenizer == ByteTokenizer.name:
         try:
             holds_text = RunData(data, seed=0).needs_tokenizer
@@ -110,7 +121,7 @@ def write_model_folder(
     if tokenizer is None:
         lines.append(
             "no tokenizer files, no BOS and no EOS: the run read token ids and data.tokenizer does not name their "
-            "tokenizer, or its data are no longer there"
+            "tokenizer, or its data are no longer there: give --tokenizer"
         )
     return lines
 

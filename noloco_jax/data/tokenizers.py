@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,11 +125,11 @@ class FastTokenizer:
         return self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, field: str = "data.tokenizer") -> Tokenizer:
     """Load the tokenizer `name`: "byte", a folder, here or at an address, or a name on the Hugging Face hub.
 
     A gated one is fetched with the token in the environment variable HF_TOKEN. Where the hub does not answer, what was
-    fetched before is taken.
+    fetched before is taken. `field` is the field or flag that names it, for error messages.
     Raises `UserError` if it cannot be loaded, `TransientError` if that is for want of the hub.
     """
     if name == "byte":
@@ -136,11 +137,28 @@ def load_tokenizer(name: str) -> Tokenizer:
     folder = Path(name).expanduser()
     if (folder.is_absolute() or name.startswith((".", "~"))) and not folder.is_dir():
         raise UserError(
-            f"data.tokenizer={name!r}: there is no such folder; give one with a tokenizer.json, "
+            f"{field}={name!r}: there is no such folder; give one with a tokenizer.json, "
             'a name on the Hugging Face hub, or "byte"'
         )
     with local_tokenizer(name) as given:
-        return _load(name, given)
+        return _load(name, given, field)
+
+
+def copy_tokenizer(name: str, folder: Path) -> None:
+    """Copy a tokenizer's folder, here or at an address, to `folder`, whole or not at all; nothing for other names."""
+    if name == "byte":
+        return
+    with local_tokenizer(name) as given:
+        if not Path(given).is_dir():
+            return
+        unfinished = folder.with_name(f"{folder.name}.tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for file in Path(given).iterdir():
+            if file.is_file() and file.name.endswith(_TOKENIZER_SUFFIXES):
+                shutil.copyfile(file, unfinished / file.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
 
 
 @contextlib.contextmanager
@@ -153,7 +171,7 @@ def local_tokenizer(name: str) -> Iterator[str]:
         yield str(folder) if folder.is_dir() else name
 
 
-def _load(name: str, given: str) -> FastTokenizer:
+def _load(name: str, given: str, field: str) -> FastTokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences its warning that PyTorch is missing
     from transformers import AutoTokenizer
 
@@ -168,18 +186,18 @@ def _load(name: str, given: str) -> FastTokenizer:
     except Exception as error:  # the many backends of transformers raise all kinds
         if unreachable:
             raise TransientError(
-                f"data.tokenizer={name!r} was not fetched before and {unreachable}: try again with a network, or give "
+                f"{field}={name!r} was not fetched before and {unreachable}: try again with a network, or give "
                 'a local folder with a tokenizer.json, or "byte"'
             ) from None
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"data.tokenizer={name!r} cannot be loaded ({type(error).__name__}: {reason}): set HF_TOKEN if its licence "
+            f"{field}={name!r} cannot be loaded ({type(error).__name__}: {reason}): set HF_TOKEN if its licence "
             'asks for a login, or give a local folder with a tokenizer.json, or "byte"'
         ) from None
-    return fast_tokenizer(name, loaded)
+    return fast_tokenizer(name, loaded, field)
 
 
-def fast_tokenizer(name: str, loaded: Any) -> FastTokenizer:
+def fast_tokenizer(name: str, loaded: Any, field: str = "data.tokenizer") -> FastTokenizer:
     """Make the tokenizer `name` of what `transformers` has loaded; raise `UserError` if that is no fast tokenizer.
 
     The two share the backend, in which special tokens become ordinary text.
@@ -187,7 +205,7 @@ def fast_tokenizer(name: str, loaded: Any) -> FastTokenizer:
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
-            f"data.tokenizer={name!r} is a {type(loaded).__name__} without a tokenizer.json: "
+            f"{field}={name!r} is a {type(loaded).__name__} without a tokenizer.json: "
             "give the folder of a fast tokenizer"
         )
     bos_id, eos_id = loaded.bos_token_id, loaded.eos_token_id

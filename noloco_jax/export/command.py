@@ -4,8 +4,8 @@
     python -m noloco_jax.export --workdir=DIR --out=DIR2 --replica=2     # one replica
     python -m noloco_jax.export --workdir=DIR --push=USER/NAME           # to the Hugging Face hub
 
-The newest checkpoint of the run is taken, with the run's tokenizer where that is a Hugging Face one. No accelerator is
-used, so that a run may be training on them.
+The newest checkpoint of the run is taken, with the run's tokenizer where that is a Hugging Face one; `--tokenizer`
+names it where it has moved, and another one is refused. No accelerator is used, so that a run may be training on them.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import jax
 
 from noloco_jax.checkpoint.trained_model import load_for_export, tokenizer_of, write_model_folder
 from noloco_jax.config import load_saved, make_parser
+from noloco_jax.data import check_vocabulary
 from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.model.huggingface import check_has_format, check_new_folder
@@ -35,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
     saved = load_saved(args.workdir)
     check_has_format(saved.model)
-    tokenizer = tokenizer_of(saved.data)
+    tokenizer = tokenizer_of(saved.data, args.workdir, args.tokenizer)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, saved.model.vocab_size)
     config, params, of = load_for_export(args.workdir, args.replica, tokenizer)
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
         folder = args.out or Path(root, "model")
@@ -55,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=folder_of_flag, help="the folder to write, new or empty")
     parser.add_argument("--push", metavar="USER/NAME", help="commit the model to this repository on the hub")
     parser.add_argument("--private", action="store_true", help="make that repository private where it is new")
+    parser.add_argument("--tokenizer", help="the run's tokenizer, where it is no longer where it was: a name or folder")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--replica", type=int, help="export this replica's weights, counted from 0")
     which.add_argument("--merged", action="store_true", help="export the mean of all replicas' weights (the default)")

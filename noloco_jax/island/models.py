@@ -34,7 +34,8 @@ def merge(flags: argparse.Namespace) -> int:
         source = of_live_islands(read_run(flags.roster), flags.keys, min(flags.seconds, 10.0), flags.seconds)
     config = overridden(source.config, flags.overrides)
     check_has_format(config.model)
-    tokenizer = tokenizer_of(config.data)
+    is_named = any(override.startswith("--config.data.tokenizer") for override in flags.overrides)
+    tokenizer = tokenizer_of(config.data, None if is_named or flags.workdirs is None else flags.workdirs[0])
     if tokenizer is not None:
         source.check_tokenizer(tokenizer)
     merged = mean_of(source, print, flags.at_least)

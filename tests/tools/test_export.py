@@ -20,6 +20,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoTokenizer
 
 from noloco_jax.checkpoint.given_model import opened_model
+from noloco_jax.checkpoint.record import write_start
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.trained_model import load_for_export, write_model_folder
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
@@ -84,7 +85,7 @@ def test_a_loaded_model_keeps_no_other_replica_in_memory(run, replica):
 
 def test_a_tokenizer_that_changed_since_training_is_refused(run, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "fingerprint", "other")
-    with pytest.raises(UserError, match=r"trained with \(fingerprint byte, now other\): restore its files"):
+    with pytest.raises(UserError, match=r"trained with \(fingerprint byte, now other\): restore its files, or name it"):
         load_for_export(run[0], tokenizer=ByteTokenizer())
 
 
@@ -209,6 +210,30 @@ def test_a_tokenizer_in_the_home_folder_is_exported(tmp_path, monkeypatch):
     export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
     written, given = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path / "out", TOKENIZER))
     assert written["model"]["vocab"] == given["model"]["vocab"]
+
+
+@pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
+def test_a_runs_tokenizer_is_found_from_another_folder_and_named_where_it_is_gone(tmp_path, monkeypatch):
+    """Its path was relative; the first run has a copy of it, the second is from before its first save of one."""
+    model = dataclasses.replace(CONFIG.model, vocab_size=4096)
+    config = dataclasses.replace(CONFIG, model=model, data=dataclasses.replace(CONFIG.data, tokenizer="tokenizer"))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/tokenizer").symlink_to(TOKENIZER)
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("copied", "bare"):
+        make_run(tmp_path / name, config)
+    write_start(config, tmp_path / "copied", 0, [], {})
+    monkeypatch.chdir(tmp_path)
+    export.main([f"--workdir={tmp_path / 'copied'}", f"--out={tmp_path / 'a'}"])
+    export.main([f"--workdir={tmp_path / 'bare'}", f"--out={tmp_path / 'b'}", "--tokenizer=here/tokenizer"])
+    written = [json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path / "a", tmp_path / "b")]
+    assert written[0] == written[1]
+    for command in (export, generate):
+        flags = ["--out=c"] if command is export else ["--prompt=A", "--max_new_tokens=9"]
+        with pytest.raises(UserError, match=r"the tokenizer 'byte' is not the one .*\(fingerprint \w+, now byte\)"):
+            command.main([f"--workdir={tmp_path / 'bare'}", "--tokenizer=byte", *flags])
+        with pytest.raises(UserError, match=r"^--tokenizer='./gone': there is no such folder"):
+            command.main([f"--workdir={tmp_path / 'bare'}", "--tokenizer=./gone", *flags])
 
 
 @pytest.mark.parametrize(
