@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, RopeScaling
 from noloco_jax.model.attention import inverse_frequencies, rotate, rotation
@@ -161,24 +159,6 @@ def test_full_recomputation_keeps_less_for_the_backward_pass(params):
         return analysis.temp_size_in_bytes
 
     assert kept("full") < kept("dots") < kept("none")
-
-
-def test_gradients_are_the_same_under_vmap_map_and_shard_map(params, batch, expected_gradient):
-    stack = functools.partial(jax.tree.map, lambda leaf: np.stack([leaf, leaf]))
-    one = gradient(CONFIG)
-    pair = (stack(params), stack(batch))
-    mesh = jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-
-    def of_slot(*args):
-        return jax.tree.map(lambda leaf: leaf[None], one(*jax.tree.map(lambda leaf: leaf[0], args)))
-
-    sharded = jax.shard_map(
-        of_slot, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names=frozenset({"replica"})
-    )
-    expected = stack(expected_gradient)
-    assert_close(jax.jit(jax.vmap(one))(*pair), expected)
-    assert_close(jax.jit(lambda *args: jax.lax.map(lambda pair: one(*pair), args))(*pair), expected)
-    assert_close(jax.jit(sharded)(*pair), expected)
 
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_masters(params, batch, expected_gradient):

@@ -28,7 +28,7 @@ CONFIG = dataclasses.replace(modes.CONFIG, outer=OuterConfig(sync_every=2, delay
 def after_steps(config: TrainConfig, num_steps: int) -> tuple[Any, Any, Any]:
     """Return the programs, the exchanges, and the state after steps by noise."""
     programs = modes.programs_of(config)
-    sync, state = modes.sync_of(config, programs), programs.init(jax.random.key(0))
+    sync, state = modes.syncs_of(config, programs)(), programs.init(jax.random.key(0))
     for step in range(1, num_steps + 1):
         state, _ = sync.after_step(modes.pushed(config, state, step), step, 1)
     return programs, sync, state
@@ -93,7 +93,7 @@ def test_a_mesh_that_leaves_no_devices_for_exchanges_is_refused():
 def test_a_correction_is_awaited_only_when_it_is_due():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4), outer=OuterConfig(sync_every=4, delay=3))
     programs = modes.programs_of(config)
-    sync, schedule = modes.sync_of(config, programs), schedule_of(config)
+    sync, schedule = modes.syncs_of(config, programs)(), schedule_of(config)
     assert schedule is not None and isinstance(sync, BackgroundSync)
     state = programs.init(jax.random.key(0))
     waiting = []

@@ -6,6 +6,8 @@ tell modes apart.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +83,7 @@ def one_program(config: TrainConfig, mesh: MeshConfig) -> PyTree:
     """Replicas of a program over the devices of a mesh; with a delay their exchanges run over the hosts."""
     config = dataclasses.replace(config, mesh=mesh)
     programs = programs_of(config)
-    sync = sync_of(config, programs)
-    return _compared(config, trained(config, programs, sync, settle_at=5))
+    return _compared(config, trained(config, programs, syncs_of(config, programs), restart_at=5))
 
 
 def islands(config: TrainConfig, folder: Path) -> PyTree:
@@ -118,20 +119,23 @@ def programs_of(config: TrainConfig) -> Programs:
         return compile_programs(config, build_programs(config, mesh), only=needed, options=OPTIONS)
 
 
-def sync_of(config: TrainConfig, programs: Programs) -> CollectiveSync:
+def syncs_of(config: TrainConfig, programs: Programs) -> Callable[[], CollectiveSync]:
+    """Return a function that makes the sync of each start of a run, from programs that are compiled once."""
     if not is_in_background(config, programs.mesh):
-        return CollectiveSync(config, programs)
+        return partial(CollectiveSync, config, programs)
     built = build_background(config, programs, host_mesh(programs.mesh))
-    return BackgroundSync(config, programs, compile_background(built, programs))
+    return partial(BackgroundSync, config, programs, compile_background(built, programs))
 
 
-def trained(config: TrainConfig, programs: Programs, sync: Sync, settle_at: int = 0) -> TrainState:
-    """Return the state after all steps; exchanges are also settled after step `settle_at`, as by a save."""
-    state = initial_state(programs)
+def trained(config: TrainConfig, programs: Programs, start: Callable[[], Sync], restart_at: int) -> TrainState:
+    """Return the state after all steps of a run that is saved after step `restart_at`, ends, and starts again."""
+    sync, state = start(), initial_state(programs)
     for step in range(1, config.num_steps + 1):
         state, _ = sync.after_step(pushed(config, state, step), step, 1)
-        if step == settle_at:
+        if step == restart_at:
             state, _ = sync.settle(state)
+            sync.close(state, False)
+            sync = start()
     state = sync.settle(state)[0]
     sync.close(state, True)
     return state

@@ -69,7 +69,7 @@ CARRIED: dict[str, Any] = {"momentum_of": "corrections", "momentum": 0.3}
 BEST: dict[str, Any] = {"wire": "modulo4", "fragments": 4, "order": "hypercube", "lr": 1.0, **CARRIED}
 TABLE = {
     "pairs (noloco)": Row(SAME, SAME, SAME, (Setting(every(), (VIRTUAL, CUBE)),)),
-    "groups of more than two": Row(SAME, SAME, IN_PAIRS, (Setting(every(group_size=4, wire="int8"), (SLOTS, STAGES)),)),
+    "groups of more than two": Row(SAME, SAME, IN_PAIRS, (Setting(every(group_size=4, wire="int8"), (STAGES,)),)),
     "epidemic, diloco, sparseloco": Row(
         SAME,
         SAME,
@@ -89,9 +89,8 @@ TABLE = {
         SAME,
         SAME,
         (
-            Setting(every(wire="bfloat16", fragments=2)),
-            Setting(every(wire="int8"), (CUBE,)),
-            Setting(every(wire="int4", fragments=2), (STAGES,)),
+            Setting(every(wire="bfloat16"), (CUBE,)),
+            Setting(every(wire="int8", fragments=2)),
         ),
     ),
     "quantized: modulo4": Row(SAME, SAME, SAME, (Setting(every(4, **BEST), (STAGES,)),)),
@@ -100,11 +99,8 @@ TABLE = {
         SAME,
         "islands/test_training",
         (
-            Setting(every(delay=2)),
             Setting(every(4, delay=3, **BEST), (FEW_STAGES,)),
-            Setting(every(delay=1, group_size=3, wire="bfloat16")),
             Setting(every(1, delay=1, wire="int8"), (SLOTS,), "epidemic"),
-            Setting(every(fragments=2, delay=2, wire="modulo4"), (FSDP,)),
             Setting(every(delay=1, fragments=2), (FSDP,), "diloco"),
         ),
     ),
@@ -114,7 +110,6 @@ TABLE = {
         "islands/test_meshes",
         (
             Setting(every(offload=True, state_dtype="bfloat16"), (CUBE,)),
-            Setting(every(offload=True), (FEW_STAGES,)),
             Setting(every(offload=True, delay=1)),
         ),
     ),
@@ -123,7 +118,7 @@ TABLE = {
     "resume with other replicas": Row(USERS, "processes/test_elastic", "islands/test_folders"),
     "unequal speed of machines": Row(No(), No(), "islands/test_training"),
     "loss of a machine": Row(USERS, "processes/test_kills", "islands/test_killed"),
-    "merged model": Row(USERS, "run/test_loop", "islands/test_finished"),
+    "merged model": Row(USERS, "train/test_loop", "islands/test_finished"),
 }
 
 
