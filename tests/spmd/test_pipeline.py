@@ -227,7 +227,7 @@ def test_random_routing_does_not_depend_on_the_devices(layout):
 
 
 def test_random_routing_with_quantized_fragments_does_not_depend_on_the_devices():
-    """Weights agree except where a rounding error before quantizing selects the next of 63 values."""
+    """Weights agree except where a rounding error before quantizing selects the next of 255 values."""
 
     def weights(config, num_devices, **outer):
         outer = dataclasses.replace(config.outer, sync_every=1, **outer)
@@ -235,7 +235,7 @@ def test_random_routing_with_quantized_fragments_does_not_depend_on_the_devices(
         return np.concatenate([np.ravel(x) for x in jax.tree.leaves(resize_vocabulary(config.model, state.params, V))])
 
     config, virtual = run_config(2, replica=2), run_config(2)
-    small = {"fragments": 2, "wire": "int6"}
+    small = {"fragments": 2, "wire": "int8"}
     found = weights(config, 4, **small)
     assert np.isclose(found, weights(virtual, 1, **small), 0, 2e-5).mean() > 0.8
     for other in (weights(run_config(2, "fixed"), 1, **small), weights(virtual, 1)):
