@@ -56,9 +56,8 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
         yield {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
 
 
-def train(model: ModelConfig, method: str, optimizer: str, outer: OuterConfig, mesh: MeshConfig) -> Run:
-    inner_config = dataclasses.replace(CONFIG.inner, optimizer=optimizer)
-    config = dataclasses.replace(CONFIG, model=model, method=method, inner=inner_config, outer=outer, mesh=mesh)
+def train(model: ModelConfig, method: str, outer: OuterConfig, mesh: MeshConfig) -> Run:
+    config = dataclasses.replace(CONFIG, model=model, method=method, outer=outer, mesh=mesh)
     sizes = [size for size in dataclasses.asdict(mesh).values() if isinstance(size, int)]
     num_devices = int(np.prod(sizes))
     devices = jax.devices() if len(jax.devices()) >= num_devices else jax.devices("cpu")
@@ -76,9 +75,8 @@ def _compiled(devices: tuple, config: TrainConfig, *only: str) -> Programs:
 
 def _train_on(devices: tuple, config: TrainConfig) -> Run:
     schedule = schedule_of(config)
-    # Outer steps are one program for all inner optimizers, and inner steps for all methods that average the same.
-    of_adam = dataclasses.replace(config, inner=CONFIG.inner)
-    programs = _compiled(devices, of_adam, "outer_step", "correct_step")
+    # Inner steps are one program for all methods that average the same.
+    programs = _compiled(devices, config, "outer_step", "correct_step")
     method = "ddp" if method_of(config).averages_gradients else "local"
     inner_config = dataclasses.replace(config, method=method, outer=OuterConfig())
     of_inner = _compiled(devices, inner_config, "inner_step", "evaluate")
@@ -88,8 +86,6 @@ def _train_on(devices: tuple, config: TrainConfig) -> Run:
         return initial_state(programs) if config.mesh == VIRTUAL else programs.init(jax.random.key(0))
 
     params, inner, outer_state = start(programs)
-    if config.inner != of_adam.inner:
-        inner = start(of_inner).inner
     losses, grad_norms, history = [], [], []
     stream = batches()
     for step in range(1, NUM_STEPS + 1):
@@ -122,15 +118,14 @@ LATE_FRAGMENTS = OuterConfig(sync_every=SYNC_EVERY, fragments=4, delay=1)
 CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
 # Inner steps of a Llama, heads and all, and outer steps of every method.
 LAYOUTS = {
-    "llama-cube": ((LLAMA, "noloco", "adam", WHOLE), CUBE),
-    "devices": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=8)),
-    "slots": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=4)),
-    "diloco-fsdp": ((TINY, "diloco", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),
-    "epidemic-slots": ((TINY, "epidemic", "adam", WHOLE), MeshConfig(replica=4)),
-    "sparseloco-slots": ((TINY, "sparseloco", "adam", WHOLE), MeshConfig(replica=4)),
-    "ddp-fsdp": ((TINY, "ddp", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),
-    "local-slots": ((TINY, "local", "adam", WHOLE), MeshConfig(replica=4)),
-    "late-fragments-cube": ((TINY, "noloco", "adam", LATE_FRAGMENTS), CUBE),
+    "llama-cube": ((LLAMA, "noloco", WHOLE), CUBE),
+    "devices": ((TINY, "noloco", WHOLE), MeshConfig(replica=8)),
+    "slots": ((TINY, "noloco", WHOLE), MeshConfig(replica=4)),
+    "diloco-fsdp": ((TINY, "diloco", WHOLE), MeshConfig(replica=4, fsdp=2)),
+    "epidemic-slots": ((TINY, "epidemic", WHOLE), MeshConfig(replica=4)),
+    "sparseloco-slots": ((TINY, "sparseloco", WHOLE), MeshConfig(replica=4)),
+    "ddp-fsdp": ((TINY, "ddp", WHOLE), MeshConfig(replica=4, fsdp=2)),
+    "late-fragments-cube": ((TINY, "noloco", LATE_FRAGMENTS), CUBE),
 }
 
 
