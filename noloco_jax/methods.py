@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_jax.defaults import DEFAULTS
 from noloco_jax.errors import UserError
-from noloco_jax.schedule import SyncSchedule, pairing_round
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.wires import CHUNK, MODULO_BITS, kept_of
 
 if TYPE_CHECKING:
@@ -61,12 +61,13 @@ class Method:
     def has_outer_steps(self) -> bool:
         return self.outer_optimizer is not None
 
-    def groups(self, config: Config, round: int) -> "Round":
-        """Return the groups of outer step `round` (0, 1, ...); for directed graphs, each replica and its senders."""
+    def groups(self, config: Config, number: int) -> "Round":
+        """Return the groups of outer step `number` (0, 1, ...); for directed graphs, each replica and its senders."""
         if self.pairing is None:
             return (tuple(range(config.num_replicas)),)
         pairing = self.pairing(config)
-        return pairing.pool[int(pairing.pool_index(pairing_round(round, config.outer.fragments)))]
+        draw, fragment = divmod(number, config.outer.fragments)
+        return pairing.pool[int(pairing.pool_index(draw, fragment))]
 
     def is_unused(self, field: str) -> bool:
         """Return True if the method ignores a field of the configuration, given by its dotted path."""

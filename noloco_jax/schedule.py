@@ -69,17 +69,3 @@ class SyncSchedule:
     def total(self, step: int) -> int:
         """Return the outer steps in the first `step` inner steps."""
         return step * self.fragments // self.sync_every
-
-
-# Fragments draw their groups independently: each counts rounds from a multiple of this, which no run reaches.
-_ROUNDS = 2**20
-
-
-def own_round(number: Any, fragments: int) -> Any:
-    """Return the round of outer step `number` among those of its fragment."""
-    return number // fragments
-
-
-def pairing_round(number: Any, fragments: int) -> Any:
-    """Return the pairing round of outer step `number`; every fragment has draws of its own."""
-    return number % fragments * _ROUNDS + number // fragments

@@ -3,38 +3,29 @@
 import math
 import operator
 import warnings
-from functools import partial
 from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 
 from noloco_jax.defaults import DEFAULTS
 from noloco_jax.exchange.axes import AxisName, names_of
-from noloco_jax.exchange.blocks import windows_of
-from noloco_jax.exchange.groups import AllExchange, GroupExchange
-from noloco_jax.exchange.modulo import Modulo
-from noloco_jax.exchange.neighbours import NeighbourExchange
-from noloco_jax.exchange.sparse import SparseExchange, TopEntries
+from noloco_jax.exchange.mean import AllExchange, MeanExchange
+from noloco_jax.exchange.sparseloco import SparseExchange, SparseLoCo
 from noloco_jax.exchange.wire import wire_of
-from noloco_jax.outer.diloco import DiLoCo
-from noloco_jax.outer.epidemic import Epidemic
 from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.momentum import check_state_dtype
 from noloco_jax.outer.neighbours import RandomNeighbours
-from noloco_jax.outer.noloco import MOMENTUM_OF, NoLoCo
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
-from noloco_jax.outer.rule import Number
-from noloco_jax.outer.sparseloco import SparseLoCo
-from noloco_jax.outer.step import OuterSteps
-from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
+from noloco_jax.outer.rule import MOMENTUM_OF, STATE_DTYPES, Number, Rule
+from noloco_jax.outer.transform import Exchange, OuterOptimizer, OuterSteps, outer_optimizer
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.wires import CHUNK, MODULO_BITS
 
-PyTree = Any
-
 _NOLOCO, _DILOCO, _EPIDEMIC, _SPARSELOCO = (DEFAULTS[name] for name in ("noloco", "diloco", "epidemic", "sparseloco"))
 
+# Rounds in which a schedule is checked: its extremes lie at its ends, or where its parts meet.
+_SOME_ROUNDS = sorted({*range(0, 129, 8), *(2**i for i in range(21)), *(10**i for i in range(7))})
 # Largest momentum of corrections with a wire format whose step follows the replicas' distance: 0.8 diverges, 0.6 not.
 _SAFE_BESIDE_MODULO = 0.6
 
@@ -76,21 +67,22 @@ def noloco(
     by the state's counter with `lax.cond`, so that steps in between cost nothing, also under `vmap`; `True` and `False`
     are static, for callers that compile one program with the outer step and one without.
 
-    Both count their outer steps in the state, and this count selects the pairing: the first is round 0. All replicas
-    must take the same steps; a transform that skips steps by one replica's gradient may wrap only the inner optimizer.
+    Both count their outer steps in the state, and this count selects the pairing. All replicas must take the same
+    steps: a transform that skips or repeats steps (`optax.MultiSteps`, `optax.apply_if_finite`, a lookahead) may wrap
+    only the inner optimizer.
 
     Args:
-      pairing: the groups of every round: `RandomPairing`, `ExplicitPairing`. None: for an `Island`, which draws random
+      pairing: the groups of every draw: `RandomPairing`, `ExplicitPairing`. None: for an `Island`, which draws random
         pairs of its roster's islands.
-      outer_lr: β, outer learning rate, at least 0; a number or a schedule of the round.
+      outer_lr: β, outer learning rate, at least 0; a number or a schedule of the fragment's round.
       outer_momentum: α, in [0, 1); likewise.
-      consensus: γ, the pull towards the group's mean; likewise. None: equal to `outer_lr`, as in the authors' code. A
-        number outside the interval in which pure consensus is mean-square stable (`consensus_limit`) gives a warning.
+      consensus: γ, the pull towards the group's mean; likewise. None: equal to `outer_lr`, as in the authors' code, and
+        to its schedule: with one, or with an `outer_lr` above 1, give a number. A value outside the interval in which
+        pure consensus is mean-square stable (`consensus_limit`) gives a warning.
       sync_every: inner steps between outer steps, for `sync=None`.
       axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
       state_dtype: dtype in which slow weights and momentum are kept, float32 or bfloat16 (rounded at random, so that
-        small steps are not lost); they are computed in float32. Parameters of float64 or complex numbers keep their
-        precision.
+        small steps are not lost); they are computed in float32.
       wire: wire format of messages: "float32"; or "bfloat16", "int8" or "int4", which quantize to 16, 8 or 4
         bits a weight (the last two in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then move
         by the difference of their quantized messages, so that equal replicas stay equal, the replicas' mean does not
@@ -101,9 +93,7 @@ def noloco(
         its own; there are F outer steps in `sync_every` inner steps. A number, or a `Fragments`; None: no fragments.
       delay: inner steps after an outer step at which the group's correction is applied, at most `sync_every`; until
         then a replica continues from its own message, so that the exchange can overlap with training. None: at once.
-        With a delay there is also `correct(params, state) -> (params, state)`, which applies the oldest pending
-        correction.
-
+        `apply(params, state) -> (params, state)` applies the oldest pending correction.
       momentum_of: "steps": δ is as above. "corrections": it accumulates only corrections from the group,
 
             δ ← α δ + c,  c = mean(m) − m,  m = βΔ + γφ;    φ ← φ + α δ + mean(m) − γφ
@@ -124,7 +114,6 @@ def noloco(
     _check_number("outer_lr", outer_lr)
     _check_number("consensus", gamma)
     _check_momentum(outer_momentum)
-    cut, schedule = _schedule(sync_every, fragments, delay)
     if pairing is not None:
         _check_pairing(pairing)
         _warn_if_apart(pairing, outer_momentum, gamma)
@@ -139,15 +128,9 @@ def noloco(
             f"wire={wire!r}, a share of their distance, may drive them apart: use at most {_SAFE_BESIDE_MODULO}",
             stacklevel=2,
         )
-    rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype), of_corrections)
-    steps = OuterSteps(
-        rule,
-        GroupExchange(pairing, wire_of(wire), axis_name),
-        cut,
-        is_late=bool(delay),
-        windows=partial(windows_of, cut) if wire in MODULO_BITS else None,
-    )
-    return outer_optimizer(steps, schedule, names_of(axis_name))
+    rule = Rule(outer_momentum, outer_lr, gamma, of_corrections=of_corrections)
+    exchange = MeanExchange(pairing, wire_of(wire), axis_name)
+    return _made(rule, exchange, sync_every, axis_name, fragments, delay, state_dtype)
 
 
 def diloco(
@@ -172,7 +155,7 @@ def diloco(
     exchanged: differences at the start stay.
 
     Args:
-      outer_lr: β, outer learning rate, at least 0; a number or a schedule of the round.
+      outer_lr: β, outer learning rate, at least 0; a number or a schedule of the fragment's round.
       outer_momentum: α, in [0, 1); likewise.
       nesterov: true Nesterov momentum, instead of heavy ball.
       sync_every: as for `noloco`.
@@ -187,11 +170,8 @@ def diloco(
     """
     _check_number("outer_lr", outer_lr)
     _check_momentum(outer_momentum)
-    cut, schedule = _schedule(sync_every, fragments, delay)
-
-    exchange = AllExchange(axis_name)
-    rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype))
-    return outer_optimizer(OuterSteps(rule, exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name))
+    rule = Rule(outer_momentum, outer_lr, 0.0, nesterov)
+    return _made(rule, AllExchange(axis_name), sync_every, axis_name, fragments, delay, state_dtype)
 
 
 def epidemic(
@@ -230,13 +210,10 @@ def epidemic(
     """
     if not isinstance(neighbours, RandomNeighbours):
         raise TypeError(f"neighbours is {type(neighbours).__name__}: give graphs, such as nj.RandomNeighbours(N)")
-    cut, schedule = _schedule(sync_every, fragments, delay)
-    code = wire_of(wire)
-    if isinstance(code, Modulo):
+    if wire in MODULO_BITS:
         raise ValueError(f"wire={wire!r} is for pairs, which send to each other: use int8")
-
-    exchange = NeighbourExchange(neighbours, code, axis_name)
-    return outer_optimizer(OuterSteps(Epidemic(), exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name))
+    exchange = MeanExchange(neighbours, wire_of(wire), axis_name)
+    return _made(Rule(0.0, 1.0, 1.0, keeps_state=False), exchange, sync_every, axis_name, fragments, delay)
 
 
 def sparseloco(
@@ -267,7 +244,7 @@ def sparseloco(
     `diloco`.
 
     Args:
-      outer_lr: α, outer learning rate, at least 0; a number or a schedule of the round.
+      outer_lr: α, outer learning rate, at least 0; a number or a schedule of the fragment's round.
       error_decay: β, in [0, 1]; likewise. With 1 nothing is lost: sent messages and e add up to the sum of all Δ.
       top_k: k, of 1 to 4096; chunks of smaller arrays keep the same share. It is rounded up to a multiple of 4.
       sync_every: as for `noloco`.
@@ -287,26 +264,28 @@ def sparseloco(
     _check_known(top_k=top_k)
     if not 1 <= top_k <= CHUNK:
         raise ValueError(f"top_k is {top_k}: it must be between 1 and {CHUNK}")
-    cut, schedule = _schedule(sync_every, fragments)
-    entries = TopEntries(top_k)
-
-    exchange = SparseExchange(entries, axis_name)
-
-    def sparsify(tree: PyTree) -> PyTree:
-        return entries.sparsify(tree, cut.hidden(tree))
-
-    rule = SparseLoCo(outer_lr, error_decay, sparsify, check_state_dtype(state_dtype))
-    return outer_optimizer(OuterSteps(rule, exchange, cut), schedule, names_of(axis_name))
+    rule, exchange = SparseLoCo(outer_lr, error_decay), SparseExchange(top_k, axis_name)
+    return _made(rule, exchange, sync_every, axis_name, fragments, None, state_dtype)
 
 
-def _schedule(
-    sync_every: int, fragments: int | Fragments | None, delay: int | None = None
-) -> tuple[Fragments, SyncSchedule]:
-    """Return the cut of the parameters and the schedule of outer steps."""
+def _made(
+    rule: Any,
+    exchange: Exchange,
+    sync_every: int,
+    axis_name: AxisName,
+    fragments: int | Fragments | None,
+    delay: int | None,
+    state_dtype: jax.typing.DTypeLike = "float32",
+) -> OuterOptimizer:
+    """Return the outer optimizer of a rule and an exchange."""
     _check_known(fragments=fragments, delay=delay)
     if not isinstance(fragments, Fragments):
         fragments = Fragments(1 if fragments is None else operator.index(fragments))
-    return fragments, SyncSchedule(sync_every, fragments.count, 0 if delay is None else operator.index(delay))
+    schedule = SyncSchedule(sync_every, fragments.count, 0 if delay is None else operator.index(delay))
+    dtype = jax.numpy.dtype(state_dtype)
+    if dtype.name not in STATE_DTYPES:
+        raise ValueError(f"state_dtype is {dtype.name!r}: choose from {', '.join(map(repr, STATE_DTYPES))}")
+    return outer_optimizer(OuterSteps(rule, exchange, fragments, schedule, names_of(axis_name), dtype))
 
 
 def _check_known(**values: Any) -> None:
@@ -324,10 +303,13 @@ def _check_pairing(pairing: Any) -> None:
         raise TypeError(f"pairing is {type(pairing).__name__}: give groups of replicas, such as nj.RandomPairing(N)")
 
 
-def _known(value: Any) -> float | None:
-    """Return the value of a concrete number; None for a schedule or a traced number."""
+def _known(value: Any, k: int | None = None) -> float | None:
+    """Return the value of a concrete number, or of a schedule in round `k`; None for another schedule or a tracer."""
     if isinstance(value, str):
         raise TypeError(f"{value!r} is a text: give a number")
+    if callable(value) and k is not None:
+        with jax.ensure_compile_time_eval():
+            value = value(np.int32(k))
     return None if callable(value) or isinstance(value, jax.core.Tracer) else float(value)
 
 
@@ -344,18 +326,23 @@ def _check_momentum(value: Number) -> None:
 
 
 def _warn_if_apart(pairing: Pairing, outer_momentum: Number, gamma: Number) -> None:
-    """Warn about settings with which the replicas' weights do not stay together."""
+    """Warn about settings, in any round of a schedule, with which the replicas' weights do not stay together."""
     if pairing.num_replicas == 1:
         return
-    alpha, known = _known(outer_momentum), _known(gamma)
-    if alpha is not None and known is not None:
-        limit = consensus_limit(alpha, pairing.num_replicas, largest_group(pairing))
+    group_size = largest_group(pairing)
+    for k in _SOME_ROUNDS if callable(outer_momentum) or callable(gamma) else (0,):
+        alpha, known = _known(outer_momentum, k), _known(gamma, k)
+        if alpha is None or known is None or not 0 <= alpha < 1:
+            break
+        limit = consensus_limit(alpha, pairing.num_replicas, group_size)
         if not 0 < known < limit:
+            when = f" in round {k}" if callable(outer_momentum) or callable(gamma) else ""
             warnings.warn(
-                f"consensus {known:g} is outside (0, {limit:.3g}): with outer_momentum {alpha:g} and "
-                f"{pairing.num_replicas} replicas, their weights do not stay together",
+                f"consensus {known:g}{when} is outside (0, {limit:.3g}): with outer_momentum {alpha:g} and "
+                f"{pairing.num_replicas} replicas, their weights do not stay together; give consensus a number inside",
                 stacklevel=3,
             )
+            break
     apart = components(pairing)
     if len(apart) > 1:
         warnings.warn(

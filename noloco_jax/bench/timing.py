@@ -77,7 +77,9 @@ class TimedRun:
     def outer(self, round: int) -> float:
         """Take outer step `round` (0, 1, ...), with nothing else in flight; return the seconds it took."""
         assert self._programs.outer_step is not None and self._outer is not None
-        self._outer = self._outer._replace(round=jax.device_put(np.int32(round), self._outer.round.sharding))
+        self._outer = self._outer._replace(
+            num_outer_steps=jax.device_put(np.int32(round), self._outer.num_outer_steps.sharding)
+        )
         jax.block_until_ready(self._params)
         started = time.perf_counter()
         self._params, self._outer = jax.block_until_ready(self._programs.outer_step(self._params, self._outer))

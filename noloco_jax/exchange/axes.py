@@ -28,11 +28,11 @@ class ReplicaAxes(NamedTuple):
 
         Raises:
           ValueError: if they are in another order, or those of the mesh in another than the mesh's.
-          NameError: if an axis is not bound (JAX's own).
+          NameError: if an axis is not bound.
         """
         names = names_of(axis_name)
         for name in names:
-            lax.axis_size(name)
+            _check_bound(name)
         manual = jax.sharding.get_abstract_mesh().manual_axes
         device = tuple(name for name in names if name in manual)
         slots = tuple(name for name in names if name not in manual)
@@ -78,15 +78,26 @@ def names_of(axis_name: AxisName) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
-def checked_axes(tree: PyTree, axis_name: AxisName, what: str, num_replicas: int) -> ReplicaAxes:
+def checked_axes(tree: PyTree, axis_name: AxisName, num_replicas: int) -> ReplicaAxes:
     """Look up the axes over which such trees are exchanged; raise `ValueError` if they hold more or fewer replicas."""
     axes = ReplicaAxes.bound(axis_name)
     if axes.num_replicas != num_replicas:
         raise ValueError(
-            f"{what} of {num_replicas} replicas, axis {axis_name!r} holds {axes.num_replicas}: make the two equal"
+            f"the pairing is of {num_replicas} replicas, axis {axis_name!r} holds {axes.num_replicas}: make the two "
+            "equal"
         )
     warn_if_sharded(tree, axes)
     return axes
+
+
+def _check_bound(name: str) -> None:
+    try:
+        lax.axis_size(name)
+    except NameError:
+        raise NameError(
+            f"axis {name!r} of the replicas is not bound: an outer step runs inside jax.vmap(..., axis_name={name!r}) "
+            f"or jax.shard_map over a mesh axis {name!r}; or pass axis_name= with the name of your axis"
+        ) from None
 
 
 def warn_if_sharded(tree: PyTree, axes: ReplicaAxes) -> None:

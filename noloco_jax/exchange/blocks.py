@@ -74,23 +74,17 @@ def from_blocks(blocks: jax.Array, shape: tuple[int, ...], largest: int = BLOCK)
     return joined
 
 
-def windows_of(fragments: Fragments, params: PyTree, cuts: PyTree) -> PyTree:
-    """Return the initial `OuterState.windows`: a uint8 zero for every block of every fragment of the parameters.
+def windows_of(fragments: Fragments, params: PyTree) -> PyTree:
+    """Return the initial `OuterState.windows`: a uint8 zero for every block of every fragment of the parameters."""
 
-    Args:
-      fragments: cut of the parameters into fragments.
-      params: arrays, or shapes, of one replica.
-      cuts: the dimensions along which `fragments` cuts them.
-    """
-
-    def windows(param: Any, part: jax.ShapeDtypeStruct, cut: int, hidden: int) -> jax.Array:
+    def windows(param: Any, part: jax.ShapeDtypeStruct, dim: int, hidden: int) -> jax.Array:
         counts = list(block_counts(part.shape, hidden))
         if fragments.count > 1:
-            counts[0 if cut == FLAT else cut] *= fragments.count
+            counts[0 if dim == FLAT else dim] *= fragments.count
         return jnp.zeros_like(param, jnp.uint8, counts)  # in `shard_map` it varies over the parameter's axes
 
-    parts = jax.eval_shape(lambda tree: fragments.part(tree, cuts, jnp.int32(0)), params)
-    return jax.tree.map(windows, params, parts, cuts, fragments.hidden(parts))
+    parts = jax.eval_shape(lambda tree: fragments.take(tree, jnp.int32(0)), params)
+    return jax.tree.map(windows, params, parts, fragments.dims(params), fragments.block_dims(parts))
 
 
 def block_counts(shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """Wire formats of messages: float32 as it is, or quantized to fewer bits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
 from noloco_jax.exchange.modulo import Modulo
-from noloco_jax.wires import BLOCK_BITS, MODULO_BITS, NOT_REAL, SCALE_BYTES
+from noloco_jax.wires import BLOCK_BITS, MODULO_BITS, SCALE_BYTES
 
 PyTree = Any
 
@@ -33,15 +32,11 @@ class Wire(Protocol):
     def takes_blocks(self) -> bool: ...
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """Return the payload of an array.
-
-        Raises:
-          TypeError: if the format is for real numbers only and the array is not real.
-        """
+        """Return the payload of a float32 array."""
         ...
 
     def decode(self, code: jax.Array) -> jax.Array:
-        """Return Q(x), the decoded array of a payload; in float32 if `exact` is False."""
+        """Return Q(x), the decoded float32 array of a payload."""
         ...
 
 
@@ -67,7 +62,6 @@ class BFloat16:
     takes_blocks = False
 
     def encode(self, x: jax.Array) -> jax.Array:
-        _check_real(self.name, x)
         # Sent as integers: a backend that cannot send bfloat16, like the CPU, would widen it to float32.
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
 
@@ -97,14 +91,12 @@ class Blocks:
 
     def encode(self, x: jax.Array) -> jax.Array:
         """Return the payload, uint8 (..., blocks, bytes): the scale and then the packed numbers of every block."""
-        _check_real(self.name, x)
-        blocks = x.astype(jnp.float32)
-        largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-        scale = jax.lax.reduce_precision((largest / self._limit).astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+        largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+        scale = jax.lax.reduce_precision(largest / self._limit, exponent_bits=8, mantissa_bits=7)
         scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
         # XLA's maximum on the CPU may pass over a NaN.
-        scale = jnp.where(jnp.isfinite(blocks).all(axis=-1, keepdims=True), scale, jnp.nan)
-        rounded = jnp.round(blocks / jnp.where(scale == 0, 1, scale))
+        scale = jnp.where(jnp.isfinite(x).all(axis=-1, keepdims=True), scale, jnp.nan)
+        rounded = jnp.round(x / jnp.where(scale == 0, 1, scale))
         numbers = (jnp.clip(rounded, -self._limit, self._limit) + self._limit).astype(jnp.uint32)
         scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 16
         return jnp.concatenate([pack(scale_bits, 8 * SCALE_BYTES), pack(numbers, self._bits)], axis=-1)
@@ -125,24 +117,24 @@ class Blocks:
         return 2 ** (self._bits - 1) - 1
 
 
-def to_code(wire: Wire, tree: PyTree, cuts: PyTree = None) -> PyTree:
-    """Convert arrays to the form that `wire.encode` takes: in blocks along the dimensions `cuts`, or unchanged."""
-    return tree_in_blocks(tree, cuts) if wire.takes_blocks else tree
+def encode(wire: Wire, tree: PyTree, dims: PyTree) -> PyTree:
+    """Return the payloads of a tree of float32 arrays; `dims`: the dimension of each along which blocks lie."""
+    return jax.tree.map(wire.encode, to_code(wire, tree, dims))
 
 
-def from_code(wire: Wire, decoded: PyTree, like: PyTree, cuts: PyTree = None) -> PyTree:
+def decode(wire: Wire, code: PyTree, like: PyTree, dims: PyTree) -> PyTree:
+    """Return Q(x) of the payloads, float32 arrays of the shapes of `like`."""
+    return from_code(wire, jax.tree.map(wire.decode, code), like, dims)
+
+
+def to_code(wire: Wire, tree: PyTree, dims: PyTree) -> PyTree:
+    """Convert arrays to the form that `wire.encode` takes: in blocks along the dimensions `dims`, or unchanged."""
+    return tree_in_blocks(tree, dims) if wire.takes_blocks else tree
+
+
+def from_code(wire: Wire, decoded: PyTree, like: PyTree, dims: PyTree) -> PyTree:
     """Invert `to_code`: return arrays of the shapes of `like`."""
-    return tree_from_blocks(decoded, like, cuts) if wire.takes_blocks else decoded
-
-
-def bytes_of(make: Callable[[PyTree], PyTree], tree: PyTree) -> int:
-    """Return the bytes of `make(tree)`; nothing is computed, and the tree may hold shapes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make, tree)))
-
-
-def _check_real(name: str, x: jax.Array) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(NOT_REAL.format(wire=name, dtype=x.dtype))
+    return tree_from_blocks(decoded, like, dims) if wire.takes_blocks else decoded
 
 
 WIRES: dict[str, Wire | Modulo] = {

@@ -61,7 +61,7 @@ def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell:
     checkpoints.close()
     # By the state: the schedule of a run with another sync_every, before or from now on, counts other rounds.
     assert whole.outer is not None
-    journal = Journal(int(whole.outer.round) - 1, True, {}, 0, ()).to_json()
+    journal = Journal(int(whole.outer.num_outer_steps) - 1, True, {}, 0, ()).to_json()
     for replica, name in enumerate(roster.names):
         state = jax.tree.map(lambda x, replica=replica: x[replica : replica + 1] if x.ndim else x, whole)
         _write(out / name, config, step, state, {0: positions[replica]}, totals.of_each(config.num_replicas), journal)

@@ -31,7 +31,7 @@ from noloco_jax.islands.state_shares import layouts_of
 from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import schedule_of
 from noloco_jax.outer.fragments import described
-from noloco_jax.outer.rule import at_round
+from noloco_jax.outer.rule import at_num_outer_steps
 from noloco_jax.spmd.first_process import from_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState
@@ -248,13 +248,13 @@ class Membership:
             if healed.whole:
                 likes, structure = jax.tree.flatten(programs.resting)
                 state = structure.unflatten(from_first_process([*map(healed.leaves.get, range(len(likes)))], likes))
-                return state._replace(outer=at_round(state.outer, healed.round + 1))
+                return state._replace(outer=at_num_outer_steps(state.outer, healed.round + 1))
             weights = jax.tree.map(_of_one_replica, programs.state.params)
             likes, structure = jax.tree.flatten(weights)
             given = [x[0] for x in map(healed.leaves.get, range(len(likes))) if x is not None]
             state = programs.from_params(structure.unflatten(from_first_process(given, likes)))
             assert state.outer is not None
-            inner, outer = at_step(state.inner, healed.step + 1), at_round(state.outer, healed.round + 1)
+            inner, outer = at_step(state.inner, healed.step + 1), at_num_outer_steps(state.outer, healed.round + 1)
             return state._replace(inner=inner, outer=outer)
 
         return IslandSteps(

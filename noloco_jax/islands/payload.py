@@ -15,8 +15,7 @@ import numpy as np
 import optax
 
 from noloco_jax.errors import UserError
-from noloco_jax.exchange import windows
-from noloco_jax.exchange.modulo import BROKEN, Modulo
+from noloco_jax.exchange.modulo import BROKEN, Modulo, correct_in, encode_in
 from noloco_jax.exchange.wire import Wire, from_code
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.protocol.bounds import Factors
@@ -245,7 +244,7 @@ def decoded(
 
 
 def _encoded(wire: Modulo, cuts: list[int], message: list[jax.Array], of_pair: list[jax.Array]) -> list[jax.Array]:
-    return jax.vmap(lambda message, of_pair: windows.encoded(wire, message, of_pair, cuts))(message, of_pair)
+    return jax.vmap(lambda message, of_pair: encode_in(wire, message, of_pair, 0, cuts))(message, of_pair)
 
 
 def _read(
@@ -257,8 +256,8 @@ def _read(
     others: list[jax.Array],
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, jax.Array]:
     def of_one(message: list[jax.Array], of_pair: list[jax.Array], others: list[jax.Array]) -> Any:
-        own = windows.encoded(wire, message, of_pair, cuts)
-        return windows.corrected(wire, own, others, of_pair, like, cuts)
+        own = encode_in(wire, message, of_pair, 0, cuts)
+        return correct_in(wire, own, others, of_pair, 0, like, cuts)
 
     corrections, remembered = jax.vmap(of_one)(message, of_pair, others)
     norm = optax.tree.norm([m + 2 * half for m, half in zip(message, corrections, strict=True)])

@@ -125,7 +125,7 @@ class IslandSteps:
         for _ in range(count):
             params, inner, outer = state
             assert outer is not None
-            round = int(outer.round)
+            round = int(outer.num_outer_steps)
             params, outer, kept, norm = self._solo.step(params, outer)
             norm = float(norm)  # waits for the step
             with self._exposed():
@@ -146,11 +146,11 @@ class IslandSteps:
         decided = self.processes.broadcast(lambda: self._decide(state))
         arrivals, wanted, gives_weights, self.is_removed = decided
         state, step = self._apply(arrivals, state, step)
-        if wanted is not None and state.outer is not None and int(state.outer.round) > 0:
+        if wanted is not None and state.outer is not None and int(state.outer.num_outer_steps) > 0:
             leaves = jax.tree.leaves(state)
             copies = self._copies([leaves[number] for number in wanted])
             if self.agent is not None:
-                self.agent.give(int(state.outer.round) - 1, step, dict(zip(wanted, copies, strict=True)))
+                self.agent.give(int(state.outer.num_outer_steps) - 1, step, dict(zip(wanted, copies, strict=True)))
         if gives_weights:
             self._give_weights(state, step)
         return state, step
@@ -182,7 +182,7 @@ class IslandSteps:
             return
         copies = self._copies(state.params)
         if self.agent is not None:
-            self.agent.snapshots.give(int(state.outer.round) - 1, step, copies)
+            self.agent.snapshots.give(int(state.outer.num_outer_steps) - 1, step, copies)
 
     def linger(
         self,
@@ -232,7 +232,7 @@ class IslandSteps:
         assert state.outer is not None
         with self._exposed():
             if self.agent is not None:
-                self.agent.settle(int(state.outer.round) - 1, seconds)
+                self.agent.settle(int(state.outer.num_outer_steps) - 1, seconds)
         return self.at_rest(state)[0]
 
     def at_rest(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:

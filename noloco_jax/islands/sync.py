@@ -64,7 +64,7 @@ class IslandSync:
         count = self._schedule.total(step) - self._schedule.total(step - stride)
         if count == 0:
             return state, None
-        first = int(state.outer.round)
+        first = int(state.outer.num_outer_steps)
         jax.block_until_ready(state.params)
         started = time.perf_counter()
         state = self._steps.take(state, step, count)

@@ -6,7 +6,7 @@ them all, with the fragment's number as a value. The assignment of weights to fr
 devices. Cutting a dimension that lies on up to 8 devices needs no communication, since each holds its part of every
 stripe.
 
-Outer step k = 0, 1, ... exchanges fragment k mod F, and is round k // F of that fragment.
+Outer step number = 0, 1, ... exchanges fragment number mod F, and is round number // F of that fragment.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 PyTree = Any
@@ -29,7 +28,6 @@ _SHARDS = 8  # devices on which a dimension may lie with whole runs of every fra
 # Path and shape of a parameter -> the dimension along which it is cut; FLAT: as a vector, padded with zeros.
 Dimension = Callable[[tuple, tuple[int, ...]], int]
 FLAT = -1
-WHOLE = -2  # instead of a dimension: a scalar of the state, which is not cut
 
 
 def smallest_dimension(shape: tuple[int, ...], count: int) -> int:
@@ -52,7 +50,7 @@ def described(count: int) -> str:
 
 @dataclass(frozen=True)
 class Fragments:
-    """Cut of the parameters into fragments.
+    """Assignment of the parameters to fragments.
 
     Attributes:
       count: F; 1 leaves them whole.
@@ -62,78 +60,72 @@ class Fragments:
     count: int = 1
     dimension: Dimension | None = None
 
-    def cuts(self, params: PyTree) -> PyTree:
-        """Return the dimension along which each array is cut, a tree like the parameters."""
-        return jax.tree.map_with_path(lambda path, x: self._cut(path, x.shape), params)
+    def of(self, number: Any) -> tuple[Any, Any]:
+        """Return the fragment that outer step `number` exchanges, and its round."""
+        return number % self.count, number // self.count
 
-    def hidden(self, part: PyTree) -> PyTree:
-        """Return the hidden dimension of each array of a fragment, along which weights belong to one unit."""
+    def dims(self, params: PyTree) -> PyTree:
+        """Return the dimension along which each array is cut into fragments, a tree like the parameters."""
+        return jax.tree.map_with_path(lambda path, x: self._dim(path, x.shape), params)
+
+    def block_dims(self, message: PyTree) -> PyTree:
+        """Return the hidden dimension of each array of a fragment, along which weights belong to one unit.
+
+        Wire formats cut blocks along it.
+        """
         whole = Fragments(1, self.dimension)
-        return jax.tree.map_with_path(lambda path, x: 0 if x.ndim == 1 else whole._cut(path, x.shape), part)
+        return jax.tree.map_with_path(lambda path, x: 0 if x.ndim == 1 else whole._dim(path, x.shape), message)
 
-    def part(self, tree: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
-        """Return the fragment of outer step `number` from a tree like the parameters."""
+    def take(self, tree: PyTree, number: Any, like: PyTree = None) -> PyTree:
+        """Return the fragment of outer step `number` from a tree like the parameters.
+
+        Args:
+          tree: arrays of the parameters' number of dimensions.
+          number: int32 scalar.
+          like: arrays or shapes of the parameters, if `tree` has others.
+        """
         if self.count == 1:
             return tree
-        return jax.tree.map(lambda x, cut: _take(x, cut, self.count, number % self.count), tree, cuts)
+        fragment = number % self.count
+        dims = self.dims(tree if like is None else like)
+        return jax.tree.map(lambda x, dim: _take(x, dim, self.count, fragment), tree, dims)
 
-    def put(self, tree: PyTree, part: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
-        """Return the tree with that fragment replaced, in the dtypes of `tree`."""
+    def put(self, tree: PyTree, part: PyTree, number: Any, like: PyTree = None) -> PyTree:
+        """Return the tree with that fragment replaced, in the dtypes of `tree`; arguments as for `take`."""
         if self.count == 1:
             return jax.tree.map(lambda x, y: y.astype(x.dtype), tree, part)
-        return jax.tree.map(lambda x, y, cut: _put(x, y, cut, self.count, number % self.count), tree, part, cuts)
+        fragment = number % self.count
+        dims = self.dims(tree if like is None else like)
+        return jax.tree.map(lambda x, y, dim: _put(x, y, dim, self.count, fragment), tree, part, dims)
 
-    def part_of_state(self, init: Any, state: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
-        """Return the fragment of a rule's state: a stripe of every tree like the parameters, and all scalars."""
-        if self.count == 1:
-            return state
-        taken: Any = optax.tree.map_params(
-            init, lambda x, cut: _take(x, cut, self.count, number % self.count), state, cuts
-        )
-        return taken
-
-    def put_in_state(self, init: Any, state: PyTree, part: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
-        """Return the rule's state with that fragment replaced, and the scalars of `part`."""
-        if self.count == 1:
-            return part
-        cuts_of_state = optax.tree.map_params(
-            init, lambda _, cut: cut, state, cuts, transform_non_params=lambda _: WHOLE
-        )
-        return jax.tree.map(
-            lambda x, y, cut: y if cut == WHOLE else _put(x, y, cut, self.count, number % self.count),
-            state,
-            part,
-            cuts_of_state,
-        )
-
-    def _cut(self, path: tuple, shape: tuple[int, ...]) -> int:
+    def _dim(self, path: tuple, shape: tuple[int, ...]) -> int:
         if self.dimension is None or not shape:
             return smallest_dimension(shape, self.count)
         return self.dimension(path, shape)
 
 
-def _take(x: jax.Array, cut: int, count: int, fragment: jax.Array) -> jax.Array:
-    if cut == FLAT:
+def _take(x: jax.Array, dim: int, count: int, fragment: jax.Array) -> jax.Array:
+    if dim == FLAT:
         return lax.dynamic_index_in_dim(_rows(x, count), fragment, 0, keepdims=False)
-    runs = lax.dynamic_index_in_dim(_stripes(x, cut, count), fragment, cut + 1, keepdims=False)
-    return runs.reshape(*x.shape[:cut], x.shape[cut] // count, *x.shape[cut + 1 :])
+    runs = lax.dynamic_index_in_dim(_stripes(x, dim, count), fragment, dim + 1, keepdims=False)
+    return runs.reshape(*x.shape[:dim], x.shape[dim] // count, *x.shape[dim + 1 :])
 
 
-def _put(x: jax.Array, part: jax.Array, cut: int, count: int, fragment: jax.Array) -> jax.Array:
+def _put(x: jax.Array, part: jax.Array, dim: int, count: int, fragment: jax.Array) -> jax.Array:
     part = part.astype(x.dtype)
-    if cut == FLAT:
+    if dim == FLAT:
         rows = lax.dynamic_update_index_in_dim(_rows(x, count), part, fragment, 0)
         return jnp.ravel(rows)[: x.size].reshape(x.shape)
-    stripes = _stripes(x, cut, count)
-    runs = part.reshape(*stripes.shape[: cut + 1], *stripes.shape[cut + 2 :])
-    return lax.dynamic_update_index_in_dim(stripes, runs, fragment, cut + 1).reshape(x.shape)
+    stripes = _stripes(x, dim, count)
+    runs = part.reshape(*stripes.shape[: dim + 1], *stripes.shape[dim + 2 :])
+    return lax.dynamic_update_index_in_dim(stripes, runs, fragment, dim + 1).reshape(x.shape)
 
 
-def _stripes(x: jax.Array, cut: int, count: int) -> jax.Array:
+def _stripes(x: jax.Array, dim: int, count: int) -> jax.Array:
     """Reshape a dimension of n · F · r elements to three, (n, F, r), for runs of r."""
-    size = x.shape[cut]
+    size = x.shape[dim]
     run = next((run for run in _RUNS if size % (_SHARDS * count * run) == 0), 1)
-    return x.reshape(*x.shape[:cut], size // (count * run), count, run, *x.shape[cut + 1 :])
+    return x.reshape(*x.shape[:dim], size // (count * run), count, run, *x.shape[dim + 1 :])
 
 
 def _rows(x: jax.Array, count: int) -> jax.Array:

@@ -5,8 +5,6 @@ import math
 import operator
 from typing import Any, SupportsIndex
 
-import numpy as np
-
 from noloco_jax.draws import POOL, permutation
 from noloco_jax.outer.pairing import DRAWS, MAX_POOL, Round, check_draws, drawn
 
@@ -22,6 +20,7 @@ class RandomNeighbours:
 
     Attributes:
       pool: graphs, each as N tuples: replica i and its senders. The k-th entries form a permutation.
+      is_directed: True; see `pairing.senders_of`.
 
     Args:
       num_replicas: N.
@@ -34,6 +33,8 @@ class RandomNeighbours:
     Raises:
       ValueError: if the sizes do not fit, or the order is unknown.
     """
+
+    is_directed = True
 
     def __init__(
         self,
@@ -62,13 +63,9 @@ class RandomNeighbours:
             for shifts in _choices(num_replicas - 1, self.degree, seed, max_pool)
         )
 
-    def pool_index(self, round: Any) -> Any:
-        """Return the index in `pool` that outer round `round` (0, 1, ...) uses; see `Pairing`."""
-        return drawn(len(self.pool), self.seed, self.order, round)
-
-    def sources(self) -> np.ndarray:
-        """Return the s senders of each replica, int32 (pool, s, N)."""
-        return np.array(self.pool, np.int32).transpose(0, 2, 1)[:, 1:]
+    def pool_index(self, draw: Any, fragment: Any = 0) -> Any:
+        """Return the index in `pool` of a draw (0, 1, ...) of a fragment; see `Pairing`."""
+        return drawn(len(self.pool), self.seed, self.order, draw, fragment)
 
 
 def default_degree(num_replicas: int) -> int:

@@ -37,8 +37,8 @@ class Pairing(Protocol):
         """Partitions of `range(N)` into groups."""
         ...
 
-    def pool_index(self, round: Any) -> Any:
-        """Return the index in `pool` that outer round `round` (0, 1, ...) uses: an int32 scalar, a pure function.
+    def pool_index(self, draw: Any, fragment: Any = 0) -> Any:
+        """Return the index in `pool` of a draw (0, 1, ...) of a fragment: an int32 scalar, a pure function.
 
         A Python number is computed on the host and a traced one in the program, with the same result.
         """
@@ -106,13 +106,13 @@ class RandomPairing:
         else:
             self.pool = _make_pool(num_replicas, group_size, seed, max_pool)
 
-    def pool_index(self, round: Any) -> Any:
-        """Return the pool index of a round: uniform, each entry once a pass or independent between rounds."""
-        return drawn(len(self.pool), self.seed, self.order, round)
+    def pool_index(self, draw: Any, fragment: Any = 0) -> Any:
+        """Return the pool index of a draw: uniform, each entry once a pass or independent between draws."""
+        return drawn(len(self.pool), self.seed, self.order, draw, fragment)
 
 
 class ExplicitPairing:
-    """Partitions listed by the caller, used in turn: round r uses `rounds[r % len(rounds)]`.
+    """Partitions listed by the caller, used in turn: draw k of fragment f uses `rounds[(k + f) % len(rounds)]`.
 
     Args:
       rounds: a list of partitions, each a list of groups, each a list of replica indices. Every partition must hold
@@ -134,9 +134,10 @@ class ExplicitPairing:
                     f"round {r} holds replicas {members}: each of 0..{self.num_replicas - 1} must be there exactly once"
                 )
 
-    def pool_index(self, round: Any) -> Any:
+    def pool_index(self, draw: Any, fragment: Any = 0) -> Any:
         """See `Pairing`."""
-        return (round % len(self.pool)).astype(np.int32) if hasattr(round, "astype") else round % len(self.pool)
+        index = (draw + fragment) % len(self.pool)
+        return index.astype(np.int32) if hasattr(index, "astype") else index
 
 
 def check_draws(seed: int, order: str, orders: Sequence[str], max_pool: int) -> None:
@@ -149,13 +150,44 @@ def check_draws(seed: int, order: str, orders: Sequence[str], max_pool: int) -> 
         raise ValueError(f"order is {order!r}: choose from {', '.join(map(repr, orders))}")
 
 
-def drawn(size: int, seed: int, order: str, round: Any) -> Any:
-    """Return the index in a pool of `size` entries that a round uses; `order` is one of `ORDERS`."""
+# Random draws of a fragment are those of an index that is a multiple of this, which no run reaches.
+_FRAGMENT = 2**20
+
+
+def drawn(size: int, seed: int, order: str, draw: Any, fragment: Any) -> Any:
+    """Return the index in a pool of `size` entries that a draw uses; `order` is one of `ORDERS`.
+
+    Fragments draw independently: the fragment enters the hash. In the fixed order of a hypercube fragment f is f
+    entries ahead, so that up to `size` fragments have different partners.
+    """
     if order == "independent":
-        return below(size, seed, PAIRING, round)
+        return below(size, seed, PAIRING, fragment * _FRAGMENT + draw)
     if order == "hypercube":
-        return (below(size, seed, PAIRING) + round) % size
-    return permutation(size, seed, PAIRING, round // size)[round % size]
+        return (below(size, seed, PAIRING) + draw + fragment) % size
+    return permutation(size, seed, PAIRING, fragment * _FRAGMENT + draw // size)[draw % size]
+
+
+def senders_of(pairing: Pairing) -> tuple[np.ndarray, np.ndarray]:
+    """Return the senders of every replica in each entry of the pool, and how many average with it.
+
+    Member k of a group hears the members k + 1, k + 2, ... places after it, in turn; in a directed graph, whose entries
+    are tuples of a replica and its senders, only the replica hears.
+
+    Returns:
+      senders: int32 (pool, largest group − 1 or 1, N); a replica is its own sender where it has fewer.
+      sizes: int32 (pool, N), the replica itself and its senders.
+    """
+    pool, n = pairing.pool, pairing.num_replicas
+    is_directed = getattr(pairing, "is_directed", False)
+    sizes = np.ones((len(pool), n), np.int32)
+    senders = np.tile(np.arange(n, dtype=np.int32), (len(pool), max(largest_group(pairing) - 1, 1), 1))
+    for entry, groups in enumerate(pool):
+        for group in groups:
+            for position, replica in enumerate(group[:1] if is_directed else group):
+                sizes[entry, replica] = len(group)
+                for k in range(1, len(group)):
+                    senders[entry, k - 1, replica] = group[(position + k) % len(group)]
+    return senders, sizes
 
 
 def largest_group(pairing: Pairing) -> int:

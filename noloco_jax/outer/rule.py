@@ -1,4 +1,4 @@
-"""Interfaces of an outer step: a rule computes the message and applies the group's mean; an exchange computes the mean.
+"""The rule of an outer step, with settings for NoLoCo, DiLoCo and Epidemic Learning, and the outer state.
 
 Replica i maps its fast weights θ_i to a message m_i and continues from the mean of its group's messages. Alone it
 continues from its own message: that is its *solo step*. A mean that arrives later is applied as the correction
@@ -7,75 +7,40 @@ all sides does not move the replicas' mean, only the spread between them.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from noloco_jax.draws import ROUNDING, uint32s
+
 PyTree = Any
-Number = float | jax.Array | Callable[[Any], Any]  # a number, or an optax.Schedule of the round
+Number = float | jax.Array | Callable[[Any], Any]  # a number, or an optax.Schedule of the fragment's round
+STATE_DTYPES = ("float32", "bfloat16")
+MOMENTUM_OF = ("steps", "corrections")
+BEFORE_THE_FIRST = np.uint32(0xFFFFFFFF)  # in place of an outer step's number, for the rounding of a first state
 
 
-class Exchange(Protocol):
-    """Averaging of a replica's message over its group, and the bytes it sends."""
+class Momentum(NamedTuple):
+    """State of `Rule`, trees of the parameters' shapes: φ, the slow weights, and δ, the outer momentum."""
 
-    def __call__(
-        self, message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """Return the mean of the group's messages as this replica receives it, and the windows to keep.
-
-        Args:
-          message: message of this replica.
-          round: round of the pairing.
-          movement: a tree like the message: the movement of each number since the replica's last exchange.
-          windows: the wire format's state for this fragment, or None: see `OuterState`.
-          cuts: the hidden dimension of every array, along which wire formats cut blocks.
-        """
-        ...
-
-    def sent(self, message: PyTree, cuts: PyTree, num_replicas: int, parts: int) -> Callable[[int], int]:
-        """Map a round to the bytes that all replicas together send to others in it.
-
-        Args:
-          message: shapes of the averaged part of one replica's message.
-          cuts: as above.
-          num_replicas: N.
-          parts: number of devices over which the partitioner may shard the arrays of a replica.
-        """
-        ...
+    slow: PyTree
+    momentum: PyTree
 
 
-class Rule(Protocol):
-    """Update of one replica in an outer step, independent of the pairing. `round` counts from 0.
+class Delayed(NamedTuple):
+    """Corrections that are applied some inner steps after their outer step.
 
-    The state is a pytree that only the rule interprets. Subtrees with the parameters' structure belong to the replica;
-    every other leaf is a scalar that is equal on all replicas. Shardings, `vmap` axes, offloading, checkpoints and
-    elastic restores are derived from that.
+    Attributes:
+      num_applied: int32 scalar, corrections applied so far, in the order of their outer steps: after every outer step
+        num_outer_steps − F ≤ num_applied ≤ num_outer_steps. Equal on every replica.
+      correction: float32 tree of the parameters' shapes, the stored correction of every fragment's last outer step.
     """
 
-    def init(self, params: PyTree) -> PyTree:
-        """Return the state before the first round."""
-        ...
-
-    def message(self, state: PyTree, theta: PyTree, round: Any) -> PyTree:
-        """Return the message m, a tree like the parameters, in the precision of `compute_dtype`."""
-        ...
-
-    def movement(self, state: PyTree, theta: PyTree, round: Any) -> PyTree:
-        """Estimate the movement of every number of the message, in the inner steps and in the last round."""
-        ...
-
-    def receive(self, state: PyTree, message: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, PyTree]:
-        """Return (new θ, new state) from the own message and the group's mean; the two are equal in a solo step."""
-        ...
-
-    def correct(self, state: PyTree, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, PyTree]:
-        """Apply the correction of `round` after its solo step and possibly further inner steps: (θ, state).
-
-        Directly after the solo step the result equals that of `receive` with the mean, up to rounding.
-        """
-        ...
+    num_applied: Any
+    correction: PyTree
 
 
 class OuterState(NamedTuple):
@@ -83,51 +48,164 @@ class OuterState(NamedTuple):
 
     Attributes:
       count: int32 scalar, inner steps that passed through `update`; the same on every replica.
-      round: int32 scalar, outer steps taken; the same on every replica.
-      rule: the rule's own state; for `noloco` and `diloco` a `Momentum`, with the slow weights.
+      num_outer_steps: int32 scalar, outer steps taken, of all fragments together; the same on every replica.
+      rule: the rule's own state, a tuple of trees like the parameters: `Momentum`, `Feedback` or ().
       windows: state of a wire format whose window follows the replicas' distance: uint8, a tree like the parameters,
         one value a block (`exchange.modulo`). None for every other wire format.
+      delayed: corrections that are still pending; None without a delay.
     """
 
     count: Any
-    round: Any
+    num_outer_steps: Any
     rule: Any
+    windows: PyTree = None
+    delayed: Delayed | None = None
+
+
+class Outgoing(NamedTuple):
+    """Outgoing data of a fragment in an outer step, trees of the fragment's shapes.
+
+    Attributes:
+      message: m, float32.
+      movement: estimated movement of every number since the replica's last exchange; None without windows.
+      windows: the fragment's part of `OuterState.windows`; None without.
+    """
+
+    message: PyTree
+    movement: PyTree = None
     windows: PyTree = None
 
 
-def at_round(state: OuterState, round: int) -> OuterState:
-    """Return a fresh state as that of a replica which has taken `round` outer steps."""
-    before = state.round
-    return state._replace(round=jax.device_put(np.full(before.shape, round, before.dtype), before.sharding))
+class Arrived(NamedTuple):
+    """Result of an exchange: the correction c = mean − m, float32, and the windows to remember, or None."""
+
+    correction: PyTree
+    windows: PyTree = None
 
 
-def at(value: Number, round: Any) -> Any:
-    """Return a number as it is, or a schedule's value in this round."""
-    number = value(round) if callable(value) else value
-    return number.item() if isinstance(number, np.generic) else number  # whose dtype would count, unlike a float's
+@dataclass(frozen=True)
+class Rule:
+    """Update of one replica in an outer step. `k` is the fragment's round, from 0; trees are float32.
+
+        m = βΔ + γφ  with  Δ = θ − φ
+        δ ← αδ + mean(m) − γφ;   φ ← φ + δ;   θ ← φ
+
+    NoLoCo uses it as it is (Eqs. 1 to 3, with the sign of Eq. 32), DiLoCo with γ = 0, Epidemic Learning with α = 0 and
+    β = γ = 1, where m = θ and θ ← mean(θ).
+
+    Attributes:
+      alpha, beta, gamma: outer momentum α, outer learning rate β, consensus γ; γ is the number 0 for DiLoCo.
+      nesterov: φ ← φ + αδ + mean(m) − γφ with the new δ.
+      of_corrections: accumulate only corrections in the momentum: φ ← φ + αδ + mean(m) − γφ; δ ← αδ + mean(m) − m. The
+        corrections of a group sum to zero, so that the replicas' mean moves as without momentum.
+      keeps_state: False for α = 0 and β = γ = 1, to keep neither φ nor δ.
+    """
+
+    alpha: Number
+    beta: Number
+    gamma: Number
+    nesterov: bool = False
+    of_corrections: bool = False
+    keeps_state: bool = True
+
+    def init(self, params: PyTree) -> Any:
+        """Return slow weights equal to the parameters, in copies, and no momentum."""
+        if not self.keeps_state:
+            return ()
+        slow = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
+        return Momentum(slow, jax.tree.map(jnp.zeros_like, slow))
+
+    def message(self, state: Any, theta: PyTree, k: Any) -> PyTree:
+        """Return the message m, a tree like θ."""
+        if not self.keeps_state:
+            # Copies, as NumPy's arrays have no sharding under a `vmap` that is not compiled.
+            return jax.tree.map(lambda x: jnp.array(x, copy=True), theta)
+        beta = at(self.beta, k)
+        message = jax.tree.map(lambda th, phi: beta * (th - phi), theta, state.slow)
+        return self._plus_gamma(1, message, state.slow, k)
+
+    def movement(self, state: Any, theta: PyTree) -> PyTree:
+        """Estimate the movement of every number by sqrt(Δ² + δ²): in the inner steps and in the last outer step."""
+        if not self.keeps_state:
+            return jax.tree.map(jnp.abs, theta)  # an upper bound, as no earlier weights are known
+        return jax.tree.map(lambda phi, delta, th: jnp.sqrt(jnp.square(th - phi) + jnp.square(delta)), *state, theta)
+
+    def receive(self, state: Any, message: PyTree, mean: PyTree, k: Any) -> tuple[PyTree, Any]:
+        """Return (new θ, new state) from the own message and the group's mean; the two are equal in a solo step."""
+        if not self.keeps_state:
+            return mean, state
+        alpha = at(self.alpha, k)
+        carried = jax.tree.map(lambda delta: alpha * delta, state.momentum)
+        pull = self._plus_gamma(-1, mean, state.slow, k)
+        step = momentum = added(carried, pull)
+        if self.of_corrections:
+            momentum = added(carried, jax.tree.map(jnp.subtract, mean, message))
+        elif self.nesterov:
+            step = jax.tree.map(lambda delta, x: alpha * delta + x, momentum, pull)
+        slow = added(state.slow, step)
+        return slow, Momentum(slow, momentum)
+
+    def correct(self, state: Any, theta: PyTree, correction: PyTree, k: Any) -> tuple[PyTree, Any]:
+        """Apply the correction c of round `k` after its solo step and possibly further inner steps: (θ, state).
+
+        It adds c to δ, and c (with Nesterov (1 + α) c) to φ and θ. Directly after the solo step the result equals that
+        of `receive` with the mean, up to rounding.
+        """
+        if not self.keeps_state:
+            return added(theta, correction), state
+        gain = 1 + at(self.alpha, k) if self.nesterov else 1
+        step = jax.tree.map(lambda c: gain * c, correction)
+        return added(theta, step), Momentum(added(state.slow, step), added(state.momentum, correction))
+
+    def _plus_gamma(self, sign: int, tree: PyTree, slow: PyTree, k: Any) -> PyTree:
+        """Return tree ± γφ; the tree itself where γ is the number 0."""
+        if isinstance(self.gamma, int | float) and self.gamma == 0:
+            return tree
+        gamma = at(self.gamma, k)
+        return jax.tree.map(lambda x, phi: x + gamma * phi if sign > 0 else x - gamma * phi, tree, slow)
 
 
-def scaled(number: Any, x: jax.Array) -> jax.Array:
-    """Return number · x in the dtype of `x`: under `jax_enable_x64` a schedule's value may be wider."""
-    return (number.astype(x.dtype) if hasattr(number, "astype") else number) * x
-
-
-def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """Return the dtype in which a leaf's outer step is computed: float32, or its own if wider or complex."""
-    return common_dtype(dtype, jnp.float32)
-
-
-def common_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
-    """Return the dtype that JAX promotes these to, also if `jax_numpy_dtype_promotion` is "strict"."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*dtypes)
-
-
-def computed(tree: PyTree) -> PyTree:
-    """Convert every leaf to a JAX array in its `compute_dtype`."""
-    return jax.tree.map(lambda x: x.astype(compute_dtype(x.dtype)), jax.tree.map(jnp.asarray, tree))
+def at(value: Number, k: Any) -> Any:
+    """Return a number as it is, or a schedule's value in round `k`, such that it leaves float32 arrays float32."""
+    number = value(k) if callable(value) else value
+    return number.astype(np.float32) if hasattr(number, "astype") else number
 
 
 def added(tree: PyTree, other: PyTree) -> PyTree:
-    """Return the leafwise sum in the dtypes of `tree`."""
-    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, other)
+    """Return the leafwise sum."""
+    return jax.tree.map(jnp.add, tree, other)
+
+
+def computed(tree: PyTree) -> PyTree:
+    """Convert every leaf to a float32 JAX array, in which outer steps are computed."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+
+
+def stored(state: Any, dtype: jax.typing.DTypeLike, number: Any) -> Any:
+    """Convert a state, computed in float32, to the dtype in which it is kept after outer step `number`.
+
+    It is rounded to bfloat16 stochastically: up or down with probabilities that make the expectation exact. With
+    rounding to the nearest, a weight that moves less than half a bfloat16 step a round would never move. The draws
+    depend on the outer step (and so on the fragment), the leaf and the position, so that replicas with equal values
+    keep equal ones. Where a device holds a shard by hand (a pipeline stage), the position is that in the shard.
+    """
+    if jnp.dtype(dtype) == jnp.float32:
+        return state
+    leaves, structure = jax.tree.flatten(state)
+    return structure.unflatten([_stochastic_bfloat16(x, number, leaf) for leaf, x in enumerate(leaves)])
+
+
+def _stochastic_bfloat16(x: jax.Array, number: Any, leaf: int) -> jax.Array:
+    position = jnp.zeros(x.shape, jnp.uint32)
+    for dim in range(x.ndim):
+        position = position * np.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+    noise = uint32s(0, ROUNDING, number, leaf, position) & np.uint32(0xFFFF)
+    bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & np.uint32(0xFFFF0000)
+    truncated = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.isfinite(x), truncated, x).astype(jnp.bfloat16)
+
+
+def at_num_outer_steps(state: OuterState, count: int) -> OuterState:
+    """Return a fresh state as that of a replica which has taken `count` outer steps."""
+    before = state.num_outer_steps
+    return state._replace(num_outer_steps=jax.device_put(np.full(before.shape, count, before.dtype), before.sharding))

@@ -1,7 +1,8 @@
-"""The Optax transform of a rule and an exchange, and the outer step as a program of its own."""
+"""The outer steps of a rule over an exchange: as an Optax transform, and as programs of their own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.core
@@ -10,115 +11,150 @@ import optax
 from jax.custom_batching import custom_vmap
 
 from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.misuse import check_params
-from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype, compute_dtype
-from noloco_jax.outer.step import OuterSteps, Outgoing
+from noloco_jax.outer.misuse import check_leaves, check_varying
+from noloco_jax.outer.rule import BEFORE_THE_FIRST, Arrived, Delayed, OuterState, Outgoing, computed, stored
 from noloco_jax.schedule import SyncSchedule
 
 PyTree = Any
 
 
+class Exchange(Protocol):
+    """Averaging of a replica's message over its group."""
+
+    def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[PyTree, PyTree]:
+        """Return the mean of the group's messages as this replica receives it, and the windows to remember, or None.
+
+        Args:
+          outgoing: data of this replica.
+          number: outer step, an int32 scalar.
+          fragments: the fragments, of which the outer step exchanges one.
+        """
+        ...
+
+    def windows(self, params: PyTree, fragments: Fragments) -> PyTree:
+        """Return the first `OuterState.windows`; None for an exchange that keeps none."""
+        ...
+
+
 class OuterOptimizer(optax.GradientTransformationExtraArgs):
-    """An Optax transform that also offers its outer step by itself.
+    """An Optax transform (`init`, `update`) that also offers its outer step by itself; see `OuterSteps`.
 
     Attributes:
-      init: params -> `OuterState`.
-      update: see `noloco`.
-      step: (params, state) -> (params, state): one outer step, for a program of its own. It counts rounds by itself.
-      correct: (params, state) -> (params, state): applies the oldest pending correction, if any; None without a delay.
-        A correction that is still pending at its fragment's next `step` is applied there.
-      moved: (params, state) -> movement of the replica, see `OuterSteps.moved`.
-      rule: update of a replica in an outer step.
-      schedule: when outer steps are due.
-      fragments: cut of the parameters into fragments.
-      exchange: averaging of a fragment of the parameters.
-      solo: (params, state) -> (params, state, Outgoing): `step` without the exchange, which follows elsewhere or later.
-      correction: (Outgoing, number of the outer step) -> (correction, windows): the exchange by itself.
-      keep: (state, correction, windows, number) -> state that holds the correction for `correct`; for a delay.
-      enter: (params, state, correction, round, windows) -> (params, state): what came of the message of that round's
-        `solo`; windows of `correction`, None for an exchange that keeps none.
+      steps: the rule, exchange, fragments and schedule that it was made of.
     """
 
-    step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
-    correct: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]] | None
-    moved: Callable[[PyTree, OuterState], jax.Array]
-    rule: Rule
-    schedule: SyncSchedule
-    fragments: Fragments
-    exchange: Exchange
-    solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
-    correction: Callable[[Outgoing, Any], tuple[PyTree, PyTree]]
-    keep: Callable[[OuterState, PyTree, PyTree, Any], OuterState]
-    enter: Callable[..., tuple[PyTree, OuterState]]
+    steps: "OuterSteps"
 
-    def __new__(cls, init: Any, update: Any, **more: Any) -> "OuterOptimizer":
+    def __new__(cls, init: Any, update: Any, steps: Any = None) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
-        vars(made).update(more)  # `copy` calls without `more` and sets the copied attributes afterwards
+        if steps is not None:  # `copy` sets the attribute afterwards
+            made.steps = steps
         return made
 
+    @property
+    def step(self) -> Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]:
+        """(params, state) -> (params, state): one outer step; with a delay its correction is stored, for `apply`."""
+        return self.steps.step
 
-def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Sequence[str]) -> OuterOptimizer:
-    """Return a transform whose update ends on the outer step's result when one is due, and passes through otherwise.
+    @property
+    def solo(self) -> Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]:
+        """(params, state) -> (params, state, data to send): one outer step with the own message alone."""
+        return self.steps.solo
 
-    Args:
-      steps: the outer steps of a replica.
-      schedule: when outer steps are due, for updates without `sync`.
+    @property
+    def apply(self) -> Callable[..., tuple[PyTree, OuterState]]:
+        """(params, state, arrived, number) -> (params, state): a correction; without the last two a stored one."""
+        return self.steps.apply
+
+
+@dataclass(frozen=True)
+class OuterSteps:
+    """Outer steps of one replica; `number` counts those of all fragments from 0, and is not batched by `vmap`.
+
+    Attributes:
+      rule: update of a replica, applied to the fragment alone: `rule.Rule`, or another of its form.
+      exchange: averaging of messages over the group.
+      fragments: assignment of the parameters to fragments.
+      schedule: when outer steps and corrections are due, for updates by the step counter.
       axis_names: the axes of replicas.
+      state_dtype: dtype in which the rule's state is kept.
     """
 
-    expected: dict[Any, Any] = {}  # structure and shapes of parameters -> structure of their state, shapes of `rule`
+    rule: Any
+    exchange: Exchange
+    fragments: Fragments
+    schedule: SyncSchedule
+    axis_names: Sequence[str]
+    state_dtype: Any = jnp.float32
 
-    def init_fn(params: PyTree) -> OuterState:  # a function, which copies of the transform share
-        return steps.init(params)
+    def init(self, params: PyTree) -> OuterState:
+        """Return the state before the first outer step."""
+        check_leaves(params)
+        zero = jnp.zeros([], jnp.int32)
+        rule = stored(self.rule.init(params), self.state_dtype, BEFORE_THE_FIRST)
+        windows = self.exchange.windows(params, self.fragments)
+        delayed = Delayed(zero, jax.tree.map(jnp.zeros_like, computed(params))) if self.schedule.delay else None
+        return OuterState(zero, zero, rule, windows, delayed)
 
-    def check(params: PyTree, state: Any) -> None:
-        check_params(params, axis_names)
-        key = _form(params)
-        if key not in expected:
-            made = jax.eval_shape(steps.init, params)
-            expected[key] = jax.tree.structure(made), _form(made.rule)
-        structure, rule = expected[key]
-        if jax.tree.structure(state) != structure or _form(state.rule) != rule:
-            raise ValueError(
-                "the state was made for other parameters, or by an outer optimizer with other settings (a delay, a "
-                "modulo wire format, another method): give what it was made with, or make a new one by init(params)"
-            )
+    def step(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+        """Take outer step `state.num_outer_steps`: (params, state)."""
+        self._check(params, state)
+        number = shared(state.num_outer_steps)
+        theta, state = self._step(params, state, number)
+        return self._placed(params, theta, number), state
 
-    def step_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
-        check(params, state)
-        number = shared(state.round)
-        part, after = steps.step(params, state._replace(round=number))
-        return placed(params, part, number), after._replace(round=state.round + 1)
+    def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
+        """Take outer step `state.num_outer_steps` with the own message alone: (params, state, data to send)."""
+        self._check(params, state)
+        number = shared(state.num_outer_steps)
+        theta, state, outgoing = self._solo(params, state, number)
+        return self._placed(params, theta, number), state, outgoing
 
-    def correct_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
-        check(params, state)
-        number = shared(state.rule.entered)
-        before = state._replace(round=shared(state.round), rule=state.rule._replace(entered=number))
-        part, rule_state = steps.correct(params, before)
-        rule_state = rule_state._replace(entered=state.rule.entered + (rule_state.entered - number))
-        return placed(params, part, number), state._replace(rule=rule_state)
-
-    def solo_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
-        check(params, state)
-        number = shared(state.round)
-        part, after, outgoing = steps.solo(params, state._replace(round=number))
-        return placed(params, part, number), after._replace(round=state.round + 1), outgoing
-
-    def enter_fn(
-        params: PyTree, state: OuterState, correction: PyTree, round: Any, windows: PyTree = None
+    def apply(
+        self, params: PyTree, state: OuterState, arrived: Arrived | None = None, number: Any = None
     ) -> tuple[PyTree, OuterState]:
-        check_params(params, axis_names)
-        part, rule_state = steps.enter(params, state.rule, correction, round)
-        after = steps.with_windows(state._replace(rule=rule_state), windows, params, round)
-        return placed(params, part, round), after
+        """Apply a correction at any time after its solo step: (params, state).
 
-    def placed(params: PyTree, part: PyTree, number: Any) -> PyTree:
-        if steps.fragments.count > 1:
-            return steps.put(params, part, number)
-        # A caller may donate both parameters and state, so they must not share a buffer.
-        return jax.tree.map(lambda x, p: jnp.array(x, p.dtype, copy=True), part, params)
+        Args:
+          params, state: of the replica.
+          arrived: what the exchange of outer step `number` returned. None: apply the oldest pending correction that is
+            stored, if there is one; for a delay. One that is pending at its fragment's next outer step is applied then.
+          number: its outer step.
+        """
+        self._check(params, state)
+        if arrived is None:
+            number = shared(state.delayed.num_applied)
+            theta, state = self._apply_stored(params, state, number, shared(state.num_outer_steps) - 1)
+            return self._placed(params, theta, number), state
+        theta, rule = self._taken(params, state, number)
+        theta, rule = self.rule.correct(rule, theta, arrived.correction, self.fragments.of(number)[1])
+        state = self._with(params, state, rule, arrived.windows, number)
+        if state.delayed is not None:
+            state = state._replace(delayed=state.delayed._replace(num_applied=state.delayed.num_applied + 1))
+        return self._placed(params, theta, number), state
 
-    def update_fn(
+    def exchanged(self, outgoing: Outgoing, number: Any) -> Arrived:
+        """Exchange the data that `solo` returned in outer step `number`."""
+        mean, windows = self.exchange.mean(outgoing, number, self.fragments)
+        return Arrived(jax.tree.map(jnp.subtract, mean, outgoing.message), windows)
+
+    def store(self, state: OuterState, arrived: Arrived, number: Any) -> OuterState:
+        """Store the correction of outer step `number` until it is due."""
+        assert state.delayed is not None
+        params = state.delayed.correction
+        correction = self.fragments.put(params, arrived.correction, number)
+        state = state._replace(delayed=state.delayed._replace(correction=correction))
+        return self._with_windows(params, state, arrived.windows, number)
+
+    def movement(self, params: PyTree, state: OuterState) -> jax.Array:
+        """Return the root-mean-square movement of the next outer step's fragment, a float32 scalar."""
+        theta, rule = self._taken(params, state, shared(state.num_outer_steps))
+        movement = jax.tree.leaves(self.rule.movement(rule, theta))
+        squares = sum(jnp.sum(jnp.square(x)) for x in movement)
+        return jnp.sqrt(squares / float(sum(x.size for x in movement)))
+
+    def update(
+        self,
         updates: PyTree,
         state: Any,  # an OuterState; Optax's own type admits any tree
         params: PyTree | None = None,
@@ -126,78 +162,143 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         sync: bool | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, OuterState]:
+        """Return updates that end on the outer step's result when one is due, and pass through otherwise."""
         del extra_args
+        self._check_update(state, params, sync)
+        state = state._replace(count=jnp.asarray(optax.safe_increment(state.count)))
+        if sync is not None and not sync:
+            return updates, state
+        params = jax.tree.map(jnp.asarray, params)
+        # Narrow updates would round φ − θ, and each replica would end beside φ, at a different place.
+        updates = jax.tree.map(lambda u: jnp.asarray(u, jnp.float32), updates)
+
+        def landing(updates: PyTree, theta: PyTree, number: Any) -> PyTree:
+            before = self.fragments.take(params, number)
+            return self.fragments.put(updates, jax.tree.map(_difference, theta, before), number)
+
+        def take(updates: PyTree, state: OuterState, number: Any, last: Any) -> tuple[PyTree, OuterState]:
+            del last
+            theta, state = self._step(_moved(params, updates), state, number)
+            return landing(updates, theta, number), state
+
+        def apply(updates: PyTree, state: OuterState, number: Any, last: Any) -> tuple[PyTree, OuterState]:
+            theta, state = self._apply_stored(_moved(params, updates), state, number, last)
+            return landing(updates, theta, number), state
+
+        first = shared(state.num_outer_steps)
+        if sync is not None:
+            return take(updates, state, first, None)
+        count, most = shared(state.count), self.schedule.most
+        if state.delayed is not None:
+            oldest = shared(state.delayed.num_applied)
+            waiting = first - oldest - self.schedule.on_the_way(count)
+            for i in range(most):
+                updates, state = _if_due(i < waiting, apply, updates, state, oldest + i, first - 1)
+        due = shared(jnp.asarray(self.schedule.due(count), count.dtype))  # `sync_every` may be injected, and batched
+        for i in range(most):
+            updates, state = _if_due(i < due, take, updates, state, first + i, first)
+        return updates, state
+
+    def _step(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, OuterState]:
+        """Take outer step `number`; return the fragment's new θ in float32, and the state."""
+        if state.delayed is not None:
+            theta, state, outgoing = self._solo(params, state, number)
+            return theta, self.store(state, self.exchanged(outgoing, number), number)
+        theta, rule = self._taken(params, state, number)
+        outgoing = self._outgoing(params, state, theta, rule, number)
+        mean, windows = self.exchange.mean(outgoing, number, self.fragments)
+        theta, rule = self.rule.receive(rule, outgoing.message, mean, self.fragments.of(number)[1])
+        state = self._with(params, state, rule, windows, number)
+        return theta, state._replace(num_outer_steps=state.num_outer_steps + 1)
+
+    def _solo(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, OuterState, Outgoing]:
+        theta, rule = self._taken(params, state, number)
+        if state.delayed is not None:  # which holds one correction a fragment, so the previous one is applied first
+            theta, rule, state = self._corrected(theta, rule, state, number, number - self.fragments.count)
+        outgoing = self._outgoing(params, state, theta, rule, number)
+        theta, rule = self.rule.receive(rule, outgoing.message, outgoing.message, self.fragments.of(number)[1])
+        state = self._with(params, state, rule, None, number)
+        return theta, state._replace(num_outer_steps=state.num_outer_steps + 1), outgoing
+
+    def _apply_stored(self, params: PyTree, state: OuterState, number: Any, last: Any) -> tuple[PyTree, OuterState]:
+        """Apply the stored correction of outer step `number` if that is `last` or an earlier one."""
+        theta, rule = self._taken(params, state, number)
+        theta, rule, state = self._corrected(theta, rule, state, number, last)
+        return theta, self._with(params, state, rule, None, number)
+
+    def _corrected(
+        self, theta: PyTree, rule: Any, state: OuterState, number: Any, last: Any
+    ) -> tuple[PyTree, Any, OuterState]:
+        """Apply the oldest stored correction to the fragment of `number`, if its outer step is `last` or earlier.
+
+        Otherwise a correction of zero is applied: its arithmetic costs less than a branch, which would copy the state.
+        """
+        oldest = shared(state.delayed.num_applied)
+        is_due = oldest <= last
+        correction = self.fragments.take(state.delayed.correction, number)
+        correction = jax.tree.map(lambda c: jnp.where(is_due, c, jnp.zeros_like(c)), correction)
+        theta, rule = self.rule.correct(rule, theta, correction, self.fragments.of(oldest)[1])
+        num_applied = state.delayed.num_applied + is_due.astype(jnp.int32)
+        return theta, rule, state._replace(delayed=state.delayed._replace(num_applied=num_applied))
+
+    def _outgoing(self, params: PyTree, state: OuterState, theta: PyTree, rule: Any, number: Any) -> Outgoing:
+        message = self.rule.message(rule, theta, self.fragments.of(number)[1])
+        if state.windows is None:
+            return Outgoing(message)
+        windows = self.fragments.take(state.windows, number, like=params)
+        return Outgoing(message, self.rule.movement(rule, theta), windows)
+
+    def _taken(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, Any]:
+        """Return θ and the rule's state of the fragment of outer step `number`, in float32."""
+        return computed(self.fragments.take(params, number)), _each(
+            lambda tree: computed(self.fragments.take(tree, number)), state.rule
+        )
+
+    def _with(self, params: PyTree, state: OuterState, rule: Any, windows: PyTree, number: Any) -> OuterState:
+        """Return the state with the fragment's part of the rule's state, and of the windows, if there are any."""
+        kept = stored(rule, self.state_dtype, number)
+        state = state._replace(rule=_each(lambda tree, part: self.fragments.put(tree, part, number), state.rule, kept))
+        return self._with_windows(params, state, windows, number)
+
+    def _with_windows(self, params: PyTree, state: OuterState, windows: PyTree, number: Any) -> OuterState:
+        if windows is None:
+            return state
+        return state._replace(windows=self.fragments.put(state.windows, windows, number, like=params))
+
+    def _placed(self, params: PyTree, theta: PyTree, number: Any) -> PyTree:
+        """Return the parameters with the fragment θ, in their dtypes."""
+        if self.fragments.count > 1:
+            return self.fragments.put(params, theta, number)
+        # A caller may donate both parameters and state, so they must not share a buffer.
+        return jax.tree.map(lambda x, p: jnp.array(x, p.dtype, copy=True), theta, params)
+
+    def _check(self, params: PyTree, state: Any) -> None:
+        check_leaves(params)
+        check_varying(params, self.axis_names)
+        expected = jax.eval_shape(self.init, params)
+        if _form(state) != _form(expected):
+            raise ValueError(
+                "the state was made for other parameters, or by an outer optimizer with other settings (a delay, a "
+                "modulo wire format, another method): give what it was made with, or make a new one by init(params)"
+            )
+
+    def _check_update(self, state: Any, params: PyTree | None, sync: Any) -> None:
         if params is None:
             raise ValueError("the outer update needs the parameters: call update(updates, state, params)")
         if isinstance(sync, jax.core.Tracer):
             raise TypeError(
                 "sync is traced: give True or False, for two programs, or None to use the schedule by the step counter"
             )
-        if sync is not None and steps.is_late:
+        if sync is not None and self.schedule.delay:
             raise ValueError(
-                "sync is set, and with a delay the update uses its step counter: leave sync out, or call step and "
-                "correct"
+                "sync is set, and with a delay the update uses its step counter: leave sync out, or call step and apply"
             )
-        check(params, state)
-        state = state._replace(count=jnp.asarray(optax.safe_increment(state.count)))
-        if sync is not None and not sync:
-            return updates, state
-        params = jax.tree.map(jnp.asarray, params)
-        # Narrow updates would round φ − θ, and each replica would end beside φ, at a different place.
-        updates = jax.tree.map(lambda u, p: u.astype(_update_dtype(u.dtype, p.dtype)), updates, params)
+        self._check(params, state)
 
-        def landing(updates: PyTree, part: PyTree, number: Any) -> PyTree:
-            before = steps.part(params, number)
-            return steps.put(updates, jax.tree.map(_difference, part, before), number)
 
-        def land(updates: PyTree, round: jax.Array, held: Any) -> tuple[PyTree, Any]:
-            rule_state, windows = held
-            before = state._replace(round=round, rule=rule_state, windows=windows)
-            part, after = steps.step(_moved(params, updates), before)
-            return landing(updates, part, round), (after.rule, after.windows)
-
-        def land_late(updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
-            rule_state, windows = held
-            before = state._replace(round=shared(state.round), rule=rule_state._replace(entered=number))
-            part, rule_state = steps.correct(_moved(params, updates), before)
-            return landing(updates, part, number), (rule_state, windows)
-
-        held = state.rule, state.windows
-        if sync is not None:
-            updates, (rule_state, windows) = land(updates, shared(state.round), held)
-            return updates, state._replace(round=state.round + 1, rule=rule_state, windows=windows)
-
-        count, round = shared(state.count), shared(state.round)
-        if steps.is_late:
-            entered = shared(state.rule.entered)
-            waiting = round - entered - schedule.on_the_way(count)
-            for i in range(schedule.most):
-                updates, held = _if_due(i < waiting, land_late, updates, entered + i, held)
-            entered = state.rule.entered + jnp.clip(waiting, 0, schedule.most)
-            held = held[0]._replace(entered=entered), held[1]
-        due = shared(jnp.asarray(schedule.due(count), count.dtype))  # `sync_every` may be a batched hyperparameter
-        for i in range(schedule.most):
-            updates, held = _if_due(i < due, land, updates, round + i, held)
-        return updates, state._replace(round=state.round + due, rule=held[0], windows=held[1])
-
-    def moved_fn(params: PyTree, state: OuterState) -> jax.Array:
-        return steps.moved(params, state._replace(round=shared(state.round)))
-
-    return OuterOptimizer(
-        init_fn,
-        update_fn,
-        step=step_fn,
-        correct=correct_fn if steps.is_late else None,
-        moved=moved_fn,
-        rule=steps.rule,
-        schedule=schedule,
-        fragments=steps.fragments,
-        exchange=steps.exchange,
-        solo=solo_fn,
-        correction=steps.correction,
-        keep=steps.keep,
-        enter=enter_fn,
-    )
+def outer_optimizer(steps: OuterSteps) -> OuterOptimizer:
+    """Return the transform of these outer steps."""
+    return OuterOptimizer(steps.init, steps.update, steps)
 
 
 def _form(tree: PyTree) -> tuple[Any, tuple]:
@@ -206,21 +307,14 @@ def _form(tree: PyTree) -> tuple[Any, tuple]:
     return structure, tuple(jnp.shape(leaf) for leaf in leaves)
 
 
-def _update_dtype(update: Any, param: Any) -> Any:
-    """Return the dtype of updates: float32 or wider, and under strict promotion one that Optax can add."""
-    widest = common_dtype(update, param)
-    promotion = getattr(jax.config, "jax_numpy_dtype_promotion")  # noqa: B009, as JAX declares no such attribute
-    return widest if promotion == "strict" else compute_dtype(widest)
+def _each(fn: Any, state: Any, *others: Any) -> Any:
+    """Map a function over the trees of a rule's state, a named tuple or ()."""
+    return type(state)(*map(fn, state, *others))
 
 
-def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
-    """Return the updates and the state held between outer steps, passed through `land` if it is due."""
-
-    def skip(updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
-        del number
-        return updates, held
-
-    return jax.lax.cond(is_due, land, skip, updates, number, held)
+def _if_due(is_due: Any, act: Any, *operands: Any) -> tuple[PyTree, OuterState]:
+    """Return the updates and the state, the first two operands, passed through `act` if it is due."""
+    return jax.lax.cond(is_due, act, lambda updates, state, number, last: (updates, state), *operands)
 
 
 def _moved(params: PyTree, updates: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.cluster.workdir_lock import WorkdirLock
 from noloco_jax.errors import UserError
-from noloco_jax.exchange.groups import GroupExchange
+from noloco_jax.exchange.mean import MeanExchange
 from noloco_jax.islands.agent import Agent, Healed
 from noloco_jax.islands.discovery import read_run
 from noloco_jax.islands.entries import MEMBERS_FILE, Saved, members_at
@@ -37,22 +37,20 @@ from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.metrics.divergence import is_finite
 from noloco_jax.outer.fragments import described
-from noloco_jax.outer.noloco import NoLoCo
 from noloco_jax.outer.pairing import Pairing, RandomPairing, largest_group
-from noloco_jax.outer.rule import OuterState, at_round
+from noloco_jax.outer.rule import OuterState, Rule, at_num_outer_steps
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.forms import Form, summary
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
-from noloco_jax.schedule import pairing_round
 from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms, solo_of
 from noloco_jax.train.messages import Messages
 
 PyTree = Any
 # Fields of the rule that all versions tell; later ones are no difference at their defaults.
-_SCHEDULES = ("outer_lr", "outer_momentum", "consensus")  # numbers, or functions of the round
-_FIRST_FIELDS = (*_SCHEDULES, "state_dtype", "of_corrections")
+_SCHEDULES = ("alpha", "beta", "gamma")  # numbers, or functions of the round
+_FIRST_FIELDS = (*_SCHEDULES, "of_corrections")
 
 
 class Island:
@@ -198,7 +196,7 @@ class Island:
             identity,
             self._partner,
             Settings(
-                patience=2 * self._outer.fragments.count,
+                patience=2 * self._outer.steps.fragments.count,
                 whole_state=self._takes_whole_state,
                 awaits_absent=True,
                 fits=lambda round, step: 0 < step < 2**31 and round < 2**30,
@@ -215,7 +213,7 @@ class Island:
             self._listen,
         )
         assert self._agent is not None
-        schedule = self._outer.schedule
+        schedule = self._outer.steps.schedule
         steps = IslandSteps(
             self._agent,
             self._compiled(solo),
@@ -341,12 +339,13 @@ class Island:
         active = self._members.active(number)
         if len(active) < 2 or self._name not in active:
             return None
+        fragment, draw = self._outer.steps.fragments.of(number)
         pairing, me = _resized(self._pairing, len(active)), active.index(self._name)
-        groups = pairing.pool[int(pairing.pool_index(pairing_round(number, self._outer.fragments.count)))]
+        groups = pairing.pool[int(pairing.pool_index(draw, fragment))]
         return next((active[i] for group in groups if me in group for i in group if i != me), None)
 
     def _identity(self, arrays: Mapping[str, ArraySpec], first_weights: str = "") -> Identity:
-        outer, schedule = self._outer, self._outer.schedule
+        outer, schedule = self._outer.steps, self._outer.steps.schedule
         rule = {
             field.name: getattr(outer.rule, field.name)
             for field in dataclasses.fields(outer.rule)  # type: ignore[arg-type]
@@ -364,8 +363,8 @@ class Island:
 
     def _fragments(self, state: OuterState) -> dict[str, str]:
         """Return the fragments to which windows and late corrections in a checkpoint belong, if there are any."""
-        count, is_late = self._outer.fragments.count, self._outer.correct is not None
-        return {"fragments": described(count)} if count > 1 and (state.windows is not None or is_late) else {}
+        count = self._outer.steps.fragments.count
+        return {"fragments": described(count)} if count > 1 and state.windows is not None else {}
 
     def _init(self, lifted: PyTree) -> Any:
         return jax.vmap(self._outer.init, out_axes=outer_axes(self._outer))(lifted)
@@ -417,7 +416,7 @@ class Island:
 
     @property
     def _wire(self) -> str:
-        return self._outer.exchange.wire.name  # type: ignore[attr-defined]
+        return self._outer.steps.exchange.wire.name  # type: ignore[attr-defined]
 
     @property
     def _carried(self) -> list[int]:
@@ -437,7 +436,7 @@ class Island:
             leaves.append(healed.leaves[first + number] if fresh is None else fresh)
         state = self._begun(*self._placed(leaves, TrainState(params, rest, None))[:2])
         assert state.outer is not None
-        return state._replace(outer=at_round(state.outer, healed.round + 1))
+        return state._replace(outer=at_num_outer_steps(state.outer, healed.round + 1))
 
     def _placed(self, leaves: Any, places: TrainState | None = None) -> TrainState:
         """Return a state on this island's devices; numbers and NumPy arrays beside the weights stay on the host."""
@@ -468,14 +467,14 @@ def _shown(value: Any) -> str:
 
 def _checked(outer: OuterOptimizer, count: int) -> Pairing:
     """Return the pairing of an outer optimizer; raise `ValueError` where islands cannot follow it."""
-    if not isinstance(outer, OuterOptimizer) or not isinstance(outer.rule, NoLoCo):
+    steps = outer.steps if isinstance(outer, OuterOptimizer) else None
+    if steps is None or not isinstance(steps.rule, Rule) or not isinstance(steps.exchange, MeanExchange):
         raise ValueError("islands meet in pairs: give outer=noloco_jax.noloco(...)")
-    assert isinstance(outer.exchange, GroupExchange)
-    if outer.schedule.delay:
-        raise ValueError(f"delay={outer.schedule.delay} is not for islands: corrections enter when they arrive")
-    if outer.exchange.pairing is None:
+    if steps.schedule.delay:
+        raise ValueError(f"delay={steps.schedule.delay} is not for islands: corrections enter when they arrive")
+    if steps.exchange.pairing is None:
         return RandomPairing(count)
-    pairing = outer.exchange.pairing
+    pairing = steps.exchange.pairing
     if pairing.num_replicas != count or largest_group(pairing) > 2:
         raise ValueError(
             f"the pairing is of {pairing.num_replicas} replicas in groups of {largest_group(pairing)}, and the roster "

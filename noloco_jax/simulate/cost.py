@@ -140,7 +140,7 @@ def sharded_step(setting: Setting, fragments: int = 1) -> tuple[float, float]:
 
 
 def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
-    """Return the bytes that a replica sends in NoLoCo's outer step, on average, and its seconds (`exchange.groups`).
+    """Return the bytes that a replica sends in NoLoCo's outer step, on average, and its seconds (`exchange.mean`).
 
     A replica sends a message of a fragment's V bytes to each other member of its group, in turn. A modulo format sends
     two, one after the other: the first agrees on the windows of the second. A replica of the remainder group sends to

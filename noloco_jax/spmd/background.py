@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import has_delay
-from noloco_jax.outer.rule import OuterState
-from noloco_jax.outer.step import Outgoing
+from noloco_jax.outer.rule import Arrived, OuterState, Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.compile import without_cache
@@ -88,11 +87,11 @@ class BackgroundPrograms:
 
     Attributes:
       solo: (params, outer at rest) -> (params, outer at rest, Outgoing), on the run's devices.
-      exchange: (Outgoing, number of the outer step) -> (correction, windows), on the hosts.
-      keep: (params, outer at rest, correction, windows, number) -> (params, outer at rest), on the run's devices:
+      exchange: (Outgoing, number of the outer step) -> Arrived, on the hosts.
+      keep: (params, outer at rest, Arrived, number) -> (params, outer at rest), on the run's devices:
         `Programs.correct_step` applies the stored correction.
       outgoing: shapes and shardings of an Outgoing on the run's devices.
-      arriving: shapes and shardings of a correction and windows there.
+      arriving: shapes and shardings of an Arrived there.
       hosts: the mesh of the exchange.
     """
 
@@ -100,7 +99,7 @@ class BackgroundPrograms:
     exchange: Callable[..., Any]
     keep: Callable[..., Any]
     outgoing: Outgoing
-    arriving: tuple[PyTree, PyTree]
+    arriving: Arrived
     hosts: Mesh
 
 
@@ -130,20 +129,20 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
         hosts,
         partial(_exchange, outer),
         in_specs=(outgoing_specs, P()),
-        out_specs=(specs, windows),
-        out_shardings=sharding.shardings(hosts, (specs, windows)),
+        out_specs=Arrived(specs, windows),
+        out_shardings=sharding.shardings(hosts, Arrived(specs, windows)),
     )
     keep = over_mesh(
         mesh,
         partial(_keep, outer),
-        in_specs=(specs, state_specs, specs, windows, P()),
+        in_specs=(specs, state_specs, Arrived(specs, windows), P()),
         out_specs=(specs, state_specs),
         out_shardings=sharding.shardings(mesh, (specs, state_specs)),
         donate=(0, 1),
     )
     _, _, outgoing = jax.eval_shape(solo, params, state)
     outgoing = _placed(outgoing, mesh, outgoing_specs)
-    return BackgroundPrograms(solo, exchange, keep, outgoing, (outgoing.message, outgoing.windows), hosts)
+    return BackgroundPrograms(solo, exchange, keep, outgoing, Arrived(outgoing.message, outgoing.windows), hosts)
 
 
 def _placed(shapes: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
@@ -160,7 +159,7 @@ def background_arguments(background: BackgroundPrograms, programs: Programs) -> 
     return {
         "solo": (params, outer),
         "exchange": (on_hosts, number),
-        "keep": (params, outer, *background.arriving, number),
+        "keep": (params, outer, background.arriving, number),
     }
 
 
@@ -199,8 +198,8 @@ class HostExchange:
         """Exchange what the solo step of outer step `number` sends, as soon as it is computed."""
         self._under_way[number] = self._thread.submit(self._exchange, outgoing, np.int32(number))
 
-    def take(self, number: int) -> tuple[PyTree, PyTree]:
-        """Return the correction and windows of outer step `number`, on the run's devices, once it is dispatched."""
+    def take(self, number: int) -> Arrived:
+        """Return what the exchange gave of outer step `number`, on the run's devices, once it is dispatched."""
         return self._on_devices(self._under_way.pop(number).result(), self._background.arriving)
 
     def close(self) -> None:
@@ -233,12 +232,10 @@ def _solo(outer: OuterOptimizer, params: PyTree, state: OuterState) -> Any:
 
 
 def _exchange(outer: OuterOptimizer, outgoing: Outgoing, number: jax.Array) -> Any:
-    return jax.vmap(outer.correction, in_axes=(0, None), axis_name=SLOT)(outgoing, number)
+    return jax.vmap(outer.steps.exchanged, in_axes=(0, None), axis_name=SLOT)(outgoing, number)
 
 
-def _keep(
-    outer: OuterOptimizer, params: PyTree, state: OuterState, correction: PyTree, windows: PyTree, number: jax.Array
-) -> Any:
+def _keep(outer: OuterOptimizer, params: PyTree, state: OuterState, arrived: Arrived, number: jax.Array) -> Any:
     axes = outer_axes(outer)
-    keep = jax.vmap(outer.keep, in_axes=(axes, 0, 0, None), out_axes=axes, axis_name=SLOT)
-    return params, keep(state, correction, windows, number)
+    keep = jax.vmap(outer.steps.store, in_axes=(axes, 0, None), out_axes=axes, axis_name=SLOT)
+    return params, keep(state, arrived, number)

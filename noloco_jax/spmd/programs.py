@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.exchange.axes import AxisName
-from noloco_jax.exchange.groups import all_mean
+from noloco_jax.exchange.mean import all_mean
 from noloco_jax.methods import method_of
 from noloco_jax.model.kind import check_kind, init_params, num_params
 from noloco_jax.outer.rule import OuterState, computed
@@ -189,7 +189,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         inner_step=inner_step,
         outer_step=outer_program(outer and outer.step),
         moved=moved,
-        correct_step=outer_program(outer and outer.correct),
+        correct_step=outer_program(outer.apply) if outer and outer.steps.schedule.delay else None,
         evaluate=evaluate,
         merge=compiled(_merge, in_specs=(specs.params,), out_specs=specs.params, out_shardings=on_mesh.params),
         spread=compiled(
@@ -286,7 +286,7 @@ def _outer_step(outer: Any, step, params: PyTree, state: OuterState) -> tuple[Py
 
 
 def _moved(outer: OuterOptimizer, params: PyTree, state: OuterState) -> jax.Array:
-    moved = jax.vmap(outer.moved, in_axes=(0, outer_axes(outer)), axis_name=SLOT)(params, state)
+    moved = jax.vmap(outer.steps.movement, in_axes=(0, outer_axes(outer)), axis_name=SLOT)(params, state)
     # The mean over stages is nearly the mean over weights, since the stages have nearly as many weights each.
     return jnp.sqrt(jax.lax.pmean(jnp.square(moved), "stage")) if jax.lax.axis_size("stage") > 1 else moved
 

@@ -12,11 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.exchange import windows
-from noloco_jax.exchange.modulo import Modulo
+from noloco_jax.exchange.modulo import Modulo, encode_in, propose
 from noloco_jax.exchange.wire import Wire, to_code
-from noloco_jax.outer.rule import OuterState
-from noloco_jax.outer.step import Outgoing
+from noloco_jax.outer.rule import Arrived, OuterState, Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd.offload import from_rest
 from noloco_jax.spmd.programs import Programs, build_outer, outer_axes, shardings_of
@@ -69,7 +67,7 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
 
 
 def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState, whole: Any = None) -> SoloPrograms:
-    """Build the programs of one replica of an outer optimizer whose groups exchange (`exchange.groups`).
+    """Build the programs of one replica of an outer optimizer whose groups exchange (`exchange.mean`).
 
     Args:
       outer: the outer optimizer.
@@ -78,15 +76,15 @@ def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState, whole: Any
       whole: the sharding of messages, from which the first process of a replica over several can read them; None: as
         the compiler chooses.
     """
-    wire: Wire | Modulo = outer.exchange.wire  # type: ignore[attr-defined]
+    wire: Wire | Modulo = outer.steps.exchange.wire  # type: ignore[attr-defined]
     placed = shardings_of((params, state))
     _, _, outgoing = jax.eval_shape(partial(_solo, outer), params, state)
     message = outgoing.message
-    cuts = outer.fragments.hidden(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message))
+    cuts = outer.steps.fragments.block_dims(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message))
     step = partial(_step, outer, wire, cuts)
     _, _, kept, _ = jax.eval_shape(step, params, state)
     if isinstance(wire, Modulo):
-        encode = jax.vmap(lambda windows_of_pair, one: windows.encoded(wire, one, windows_of_pair, cuts))
+        encode = jax.vmap(lambda windows_of_pair, one: encode_in(wire, one, windows_of_pair, 0, cuts))
         code, correction = (kept[0], jax.eval_shape(encode, *kept)), (message, outgoing.windows)
     else:
         code, correction = kept, message
@@ -127,7 +125,7 @@ def _step(outer: OuterOptimizer, wire: Wire | Modulo, cuts: PyTree, params: PyTr
 
     def kept(message: PyTree, movement: PyTree, remembered: PyTree) -> PyTree:
         if isinstance(wire, Modulo):
-            return windows.proposed(wire, message, movement, remembered, cuts), message
+            return propose(wire, message, movement, remembered, cuts), message
         return jax.tree.map(wire.encode, to_code(wire, message, cuts))
 
     return params, state, jax.vmap(kept)(*outgoing), optax.tree.norm(outgoing.message)
@@ -142,7 +140,7 @@ def _solo(outer: OuterOptimizer, params: PyTree, state: Any) -> tuple[PyTree, An
 def _enter(
     outer: OuterOptimizer, wire: Wire | Modulo, params: PyTree, state: Any, correction: PyTree, round: jax.Array
 ) -> Any:
-    correction, remembered = correction if isinstance(wire, Modulo) else (correction, None)
+    arrived = Arrived(*correction) if isinstance(wire, Modulo) else Arrived(correction)
     axes = outer_axes(outer)
-    enter = jax.vmap(outer.enter, in_axes=(0, axes, 0, None, 0), out_axes=(0, axes), axis_name=SLOT)
-    return enter(params, state, correction, round, remembered)
+    enter = jax.vmap(outer.apply, in_axes=(0, axes, 0, None), out_axes=(0, axes), axis_name=SLOT)
+    return enter(params, state, arrived, round)

@@ -324,7 +324,7 @@ def _unlogged(run: Run, state: TrainState, start: int) -> OuterSteps | None:
     schedule = schedule_of(run.config)
     if schedule is None or state.outer is None or run.sync.groups(0) is None or _logs_every_outer_step(run.config):
         return None
-    taken = int(state.outer.round)
+    taken = int(state.outer.num_outer_steps)
     if run.metrics.last_round is not None:
         first = run.metrics.last_round + 1
     else:

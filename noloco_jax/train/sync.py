@@ -175,7 +175,7 @@ class CollectiveSync(Sync):
         if self._counts is None:
             assert state.outer is not None
             delayed = self._programs.correct_step is not None
-            self._counts = int(state.outer.round), int(state.outer.rule.entered) if delayed else 0
+            self._counts = int(state.outer.num_outer_steps), int(state.outer.delayed.num_applied) if delayed else 0
         return self._counts
 
     def _apply_corrections(self, state: TrainState, step: int, end: int) -> TrainState:
@@ -258,6 +258,6 @@ class BackgroundSync(CollectiveSync):
         return super()._apply_correction(state, number)
 
     def _store(self, state: TrainState, number: int) -> TrainState:
-        correction, windows = self._exchange.take(number)
-        params, outer = self._background.keep(state.params, state.outer, correction, windows, np.int32(number))
+        arrived = self._exchange.take(number)
+        params, outer = self._background.keep(state.params, state.outer, arrived, np.int32(number))
         return state._replace(params=params, outer=outer)

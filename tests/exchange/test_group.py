@@ -1,18 +1,13 @@
 """Routes of the exchange checked by brute force, and messages in the compiled programs."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.exchange.buckets import bucketing
-from noloco_jax.exchange.groups import group_mean
 from noloco_jax.exchange.routes import lower
+from support.exchanges import exchange_of
 from support.layouts import (
-    assert_trees_close,
     axis_of,
     compiled,
     messages,
@@ -133,31 +128,6 @@ SOME_GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("groups", SOME_GROUPS)
-@pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
-def test_members_of_a_group_receive_bitwise_the_same_mean(groups, layout):
-    x = np.random.default_rng(0).normal(size=(8, 7)).astype(np.float32)
-    pairing = nj.ExplicitPairing([groups])
-    mean = functools.partial(group_mean, pairing=pairing, index=jnp.int32(0), axis_name=axis_of(layout))
-    means = np.asarray(jax.jit(over_replicas(mean, layout))(x))
-    for group in groups:
-        np.testing.assert_array_equal(means[group], np.broadcast_to(means[group[0]], (len(group), 7)))
-    np.testing.assert_allclose(means, oracle_mean(x, groups), rtol=1e-6, atol=1e-6)
-
-
-def test_small_arrays_share_a_bucket_and_large_ones_have_their_own():
-    rng = np.random.default_rng(0)
-    sizes = {"a": (3,), "b": (40,), "c": (2, 2), "d": (5,), "e": (9,)}
-    tree: dict = {name: rng.normal(size=shape).astype(np.float32) for name, shape in sizes.items()}
-    tree["f"] = rng.normal(size=4).astype(np.float16)  # of another dtype
-    tree = jax.tree.map(jnp.asarray, tree)
-    pack, unpack = bucketing(tree, bucket_bytes=4 * 12)
-    buckets = pack(tree)
-    assert sorted(bucket.size for bucket in buckets) == [4, 9, 12, 40]  # f; e; a, c, d; b
-    assert any(bucket is tree["b"] for bucket in buckets)
-    assert_trees_close(unpack(buckets), tree, rtol=0, atol=0)
-
-
 def test_a_static_inner_step_sends_nothing():
     tx = nj.noloco(nj.RandomPairing(4), sync_every=2)
     params = np.zeros((4, SIZE), np.float32)
@@ -172,13 +142,11 @@ def test_the_group_mean_is_bitwise_equal_on_every_layout():
     pairing = nj.ExplicitPairing(nj.RandomPairing(8, 3, max_pool=2).pool)
     x = np.random.default_rng(0).normal(size=(8, SIZE)).astype(np.float32)
 
-    def both_entries(axis_name, x):
-        return [group_mean(x, pairing, jnp.int32(entry), axis_name) for entry in range(2)]
-
     means = []
     for layout in (8, (8, 1), (4, 2), (2, 4), (1, 8)):
-        fn = over_replicas(functools.partial(both_entries, axis_of(layout)), layout)
-        means.append(jax.device_get(jax.jit(fn)(x)))
+        means.append(
+            [jax.device_get(jax.jit(exchange_of(pairing.pool, layout=layout, draw=k))(x)[0]) for k in range(2)]
+        )
     for mean in means:
         np.testing.assert_array_equal(mean, means[0])
     for mean, round_ in zip(means[0], pairing.pool, strict=True):

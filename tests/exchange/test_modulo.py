@@ -10,9 +10,9 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.exchange.blocks import block_counts
-from noloco_jax.exchange.groups import pair_mean_in_windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.wires import MODULO_BITS
+from support.exchanges import exchange_of
 from support.layouts import axis_of, compiled, over_replicas
 
 PAIRS = [[0, 3], [1, 2], [4, 6], [5, 7]]
@@ -37,11 +37,7 @@ def exchange_with_memories(tree, movement, groups=PAIRS, layout=8, remembered=No
 def _mean(groups, layout):
     """Return the compiled round of these groups, which a test calls many times."""
 
-    def mean(tree, movement, remembered):
-        pairing, axes = nj.ExplicitPairing([groups]), axis_of(layout)
-        return pair_mean_in_windows(tree, pairing, jnp.int32(0), axes, CODE, movement, remembered)
-
-    return jax.jit(over_replicas(mean, layout))
+    return jax.jit(exchange_of(groups, "modulo4", layout))
 
 
 def memory_of(shape):
@@ -88,8 +84,8 @@ def exchange_corrections(blocks, movement):
     def exchange(x):
         windows = code.windows(x, jnp.full((*x.shape[:-1], 1), movement), jnp.zeros((*x.shape[:-1], 1), jnp.uint8))
         windows = jnp.maximum(windows, windows[partner])
-        sent = code.encode(x, windows)
-        return code.correction(sent, sent[partner], windows)
+        sent = code.encode(x, windows, 0)
+        return code.correction(sent, sent[partner], windows, 0)
 
     return jax.device_get(exchange(blocks))
 
@@ -168,14 +164,7 @@ def test_a_message_has_a_window_byte_a_payload_and_a_check_byte_per_block():
     """A row of 321 weights is six blocks of 56; three weights are a block of 8."""
     tree = {"w": np.zeros((8, 5 * 64 + 1), np.float32), "b": np.zeros((8, 3), np.float32)}
     memory = jax.tree.map(lambda x: memory_of(x.shape), tree)
-    send = functools.partial(
-        pair_mean_in_windows,
-        pairing=nj.ExplicitPairing([PAIRS]),
-        index=jnp.int32(0),
-        axis_name="replica",
-        code=CODE,
-    )
-    text = compiled(over_replicas(lambda t, m: send(t, movement=t, remembered=m), (8, 1)), tree, memory)
+    text = compiled(exchange_of(PAIRS, "modulo4", (8, 1)), tree, tree, memory)
     sent = [line for line in text.splitlines() if " collective-permute(" in line]
     sizes = [int(np.prod([int(n) for n in line.split("u8[")[1].split("]")[0].split(",")])) for line in sent]
     assert sum(sizes) == 6 * (1 + 56 * BITS // 8 + 1) + (1 + 8 * BITS // 8 + 1)

@@ -29,7 +29,6 @@ from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.forms import summary
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.own_loop.island import _shown
-from noloco_jax.schedule import pairing_round
 from support import processes, warm
 from support.paths import ROOT
 from support.ports import free_ports
@@ -563,13 +562,15 @@ def test_islands_in_a_users_loop_are_paired_like_replicas_of_an_optax_loop(optio
     outer, pairing = nj.noloco(**options), nj.RandomPairing(4)
     islands = [nj.Island(roster, name, workdir=tmp_path / name, outer=outer, report=quiet) for name in names]
     for number in range(12):
-        round = pairing_round(number, options.get("fragments", 1))
+        draw, fragment = divmod(number, options.get("fragments", 1))
         expected = {
-            names[i]: names[j] for pair in pairing.pool[int(pairing.pool_index(round))] for i, j in (pair, pair[::-1])
+            names[i]: names[j]
+            for pair in pairing.pool[int(pairing.pool_index(draw, fragment))]
+            for i, j in (pair, pair[::-1])
         }
         assert {name: it._partner(number) for name, it in zip(names, islands, strict=True)} == expected
 
 
 def test_outer_optimizers_keep_their_schedule_and_fragments():
     outer = nj.noloco(sync_every=6, fragments=3)
-    assert dataclasses.astuple(outer.schedule) == (6, 3, 0) and outer.fragments.count == 3
+    assert dataclasses.astuple(outer.steps.schedule) == (6, 3, 0) and outer.steps.fragments.count == 3

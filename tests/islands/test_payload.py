@@ -12,19 +12,20 @@ import pytest
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.exchange import windows
 from noloco_jax.exchange.blocks import block_counts
-from noloco_jax.exchange.groups import pair_mean_in_windows
-from noloco_jax.exchange.modulo import Modulo
+from noloco_jax.exchange.mean import MeanExchange
+from noloco_jax.exchange.modulo import Modulo, encode_in, propose
 from noloco_jax.exchange.wire import to_code, wire_of
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands.payload import Codec, PlainCodec, Read, codec_of, pair_windows
 from noloco_jax.outer.pairing import RandomPairing
+from noloco_jax.outer.rule import Outgoing
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
 from noloco_jax.train.messages import messages_of
 from support import tiny_model
+from support.exchanges import LAST
 from support.wires import ROUNDED
 
 SHAPES = [(1, 5, 96), (1, 7)]  # the leading axis is the replica; the second array is shorter than a block
@@ -109,18 +110,17 @@ WINDOWED, CUTS = Modulo("modulo4"), [1, 0]
 @jax.jit
 def kept_of(message: list[jax.Array], movement: list[jax.Array], remembered: list[jax.Array]) -> Any:
     """Return what an island keeps of its message: the windows that it proposes, and the message."""
-    return jax.vmap(lambda m, moved, seen: (windows.proposed(WINDOWED, m, moved, seen, CUTS), m))(
-        message, movement, remembered
-    )
+    return jax.vmap(lambda m, moved, seen: (propose(WINDOWED, m, moved, seen, CUTS), m))(message, movement, remembered)
 
 
 @jax.jit
 def means_of(both: list[jax.Array], movement: list[jax.Array], remembered: list[jax.Array]) -> Any:
     """Return the means of two replicas' messages in one program, and the windows to remember."""
-    pairing, axis = RandomPairing(2, 2, 0), "replica"
+    axis = "replica"
+    exchange = MeanExchange(RandomPairing(2, 2, 0), WINDOWED, axis)
 
     def mean(message: Any, moved: Any, seen: Any) -> Any:
-        return pair_mean_in_windows(message, pairing, jnp.int32(0), axis, WINDOWED, moved, seen, CUTS)
+        return exchange.mean(Outgoing(message, moved, seen), jnp.int32(0), LAST)
 
     return jax.vmap(mean, axis_name=axis)(both, movement, remembered)
 
@@ -133,7 +133,7 @@ def windowed_codec() -> Codec:
     seen = [np.zeros((1, *count), np.uint8) for count in counts]
 
     def encode(message: list[jax.Array], of_pair: list[jax.Array]) -> Any:
-        return jax.vmap(lambda one, its: windows.encoded(WINDOWED, one, its, CUTS))(message, of_pair)
+        return jax.vmap(lambda one, its: encode_in(WINDOWED, one, its, 0, CUTS))(message, of_pair)
 
     return codec_of(WINDOWED, message, (seen, jax.eval_shape(encode, message, seen)), CUTS)
 

@@ -157,7 +157,7 @@ def test_a_late_joiner_continues_from_a_donors_state(world, tmp_path, catch_up):
             ready.wait()
             agent, island = world.join(NAMES[2], catch_up=catch_up)
             state, step = island.enter(world.programs.init(draws.key(1)), 0)
-            assert (step, int(state.outer.round)) == (6, 3)
+            assert (step, int(state.outer.num_outer_steps)) == (6, 3)
             mine = jax.device_get(state)
             (donor,) = [one for one in states if is_equal(mine.params, one.params)]
             if catch_up == "whole":

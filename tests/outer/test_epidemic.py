@@ -11,7 +11,6 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.outer.rule import OuterState
-from noloco_jax.outer.step import Late
 from support.layouts import assert_trees_close, axis_of, compiled, messages, other_collectives, over_replicas
 from support.wires import ROUNDED
 
@@ -129,11 +128,10 @@ def test_a_rounding_wire_preserves_the_mean_and_equal_replicas(layout, wire):
 def test_a_delayed_correction_averages_its_fragment_only():
     neighbours = nj.RandomNeighbours(N, seed=5)
     outer = nj.epidemic(neighbours, sync_every=2, fragments=2, delay=1)
-    assert outer.correct is not None
-    step, correct = (jax.jit(jax.vmap(fn, axis_name="replica")) for fn in (outer.step, outer.correct))
+    step, correct = (jax.jit(jax.vmap(fn, axis_name="replica")) for fn in (outer.step, outer.apply))
     theta = {"a": tree(0)["a"]}
     state: Any = jax.vmap(outer.init)(theta)
-    assert isinstance(state.rule, Late) and state.rule.rule == ()
+    assert state.rule == ()
     params, state = step(theta, state)
     assert_trees_close(params, theta)  # alone, a replica stays where it is
     params, state = correct(params, state)
@@ -170,7 +168,7 @@ def test_invalid_settings_are_refused(make, complaint):
 
 
 def test_neighbours_for_a_different_number_of_replicas_are_refused():
-    with pytest.raises(ValueError, match="the neighbours are of 4 replicas, axis 'replica' holds 8"):
+    with pytest.raises(ValueError, match="the pairing is of 4 replicas, axis 'replica' holds 8"):
         jax.vmap(nj.epidemic(nj.RandomNeighbours(4)).step, axis_name="replica")(tree(0), start())
 
 

@@ -10,11 +10,9 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.momentum import Momentum
-from noloco_jax.outer.rule import OuterState
-from noloco_jax.outer.step import Late
+from noloco_jax.outer.rule import Arrived, Delayed, Momentum, OuterState
 from noloco_jax.outer.transform import shared
-from noloco_jax.schedule import SyncSchedule, pairing_round
+from noloco_jax.schedule import SyncSchedule
 from support.layouts import (
     assert_trees_close,
     axis_of,
@@ -79,7 +77,7 @@ def jitted(function: str, rule: str, layout: Any = N, **settings: Any) -> Any:
 
 def groups_of(number: int, count: int) -> Any:
     pairing = nj.RandomPairing(N, seed=5)
-    return pairing.pool[int(pairing.pool_index(pairing_round(number, count)))]
+    return pairing.pool[int(pairing.pool_index(number // count, number % count))]
 
 
 @every_rule
@@ -105,12 +103,11 @@ def test_an_outer_step_matches_the_oracle_on_its_fragment_and_changes_no_other(r
 def test_fragments_hold_every_element_once(count):
     params = {"matrix": jnp.arange(48.0).reshape(6, 8), "vector": jnp.arange(7.0), "scalar": jnp.array(1.0)}
     fragments = Fragments(count)
-    cuts = fragments.cuts(params)
     zeros = jax.tree.map(jnp.zeros_like, params)
     total = zeros
     for number in range(count):
-        part = fragments.part(params, cuts, jnp.int32(number))
-        total = jax.tree.map(jnp.add, total, fragments.put(zeros, part, cuts, jnp.int32(number)))
+        part = fragments.take(params, jnp.int32(number))
+        total = jax.tree.map(jnp.add, total, fragments.put(zeros, part, jnp.int32(number)))
     assert_trees_close(total, params)
 
 
@@ -120,12 +117,11 @@ def test_a_fragment_holds_every_f_th_run_of_neighbours(size, count, run, shape):
     x = np.arange(2 * size, dtype=np.float32).reshape(shape)
     dimension = shape.index(-1)
     fragments = Fragments(count, lambda path, shape: dimension)
-    cuts = fragments.cuts(x)
     for number in range(count):
         of_fragment = np.arange(size) // run % count == number
-        part = fragments.part(x, cuts, jnp.int32(number))
+        part = fragments.take(x, jnp.int32(number))
         np.testing.assert_array_equal(part, np.compress(of_fragment, x, dimension))
-        without = fragments.put(x, jnp.zeros_like(part), cuts, jnp.int32(number))
+        without = fragments.put(x, jnp.zeros_like(part), jnp.int32(number))
         mask = of_fragment[:, None] if dimension == 0 else of_fragment
         np.testing.assert_array_equal(without, np.where(mask, 0, x))
 
@@ -136,8 +132,7 @@ def test_cutting_a_dimension_that_lies_on_eight_devices_sends_nothing():
     whole, part = (jax.ShapeDtypeStruct((size, 3), jnp.float32, sharding=along) for size in (768, 96))
 
     def cut_and_join(x: jax.Array, part: jax.Array, number: Any) -> jax.Array:
-        cuts = fragments.cuts(x)
-        return fragments.put(x, fragments.part(x, cuts, number) + part, cuts, number)
+        return fragments.put(x, fragments.take(x, number) + part, number)
 
     hlo = compiled(cut_and_join, whole, part, jax.ShapeDtypeStruct((), jnp.int32))
     assert not other_collectives(hlo) and not messages(hlo)
@@ -158,24 +153,23 @@ def test_update_takes_the_same_outer_steps_on_its_counters_schedule(rule, sync_e
             expected, after = step(expected, after)
         assert_trees_close(jax.tree.map(np.add, params, landing), expected)
         assert_trees_close(counting.rule, after.rule)
-        np.testing.assert_array_equal(counting.round, inner * count // sync_every)
+        np.testing.assert_array_equal(counting.num_outer_steps, inner * count // sync_every)
         params, state = jax.device_get((expected, counting))
 
 
 @every_rule
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_correction_applied_immediately_equals_the_step_without_delay(rule, count):
-    assert outer_of(rule, fragments=count).correct is None
     step = jitted("step", rule, fragments=count)
-    begin, correct = (jitted(name, rule, fragments=count, delay=1) for name in ("step", "correct"))
+    begin, correct = (jitted(name, rule, fragments=count, delay=1) for name in ("step", "apply"))
     state, params = start(), tree(0)
     zeros = jax.tree.map(np.zeros_like, params)
-    late_state, late_params = state._replace(rule=Late(state.count, state.rule, zeros)), params
+    late_state, late_params = state._replace(delayed=Delayed(state.count, zeros)), params
     for _ in range(count + 1):
         params, state = step(params, state)
         late_params, late_state = correct(*begin(late_params, late_state))
         assert_trees_close(late_params, params, atol=3e-6)
-        assert_trees_close(late_state.rule.rule, state.rule, atol=3e-6)
+        assert_trees_close(late_state.rule, state.rule, atol=3e-6)
 
 
 # Every rule with each dtype, and each count of fragments with each dtype and each family of rules.
@@ -188,19 +182,19 @@ def test_a_correction_applied_immediately_equals_the_step_without_delay(rule, co
 )
 def test_a_correction_is_applied_once_when_correct_is_called_repeatedly(rule, count, dtype):
     settings = {"fragments": count, "delay": 1, **dtype}
-    step, correct = (jitted(name, rule, **settings) for name in ("step", "correct"))
+    step, correct = (jitted(name, rule, **settings) for name in ("step", "apply"))
     params, state = tree(0), initial(outer_of(rule, **settings))
     for number in range(count + 1):
         once = correct(*step(params, state))
         params, state = correct(*correct(*once))
         jax.tree.map(np.testing.assert_array_equal, (params, state), once)
-        np.testing.assert_array_equal(state.rule.entered, number + 1)
+        np.testing.assert_array_equal(state.delayed.num_applied, number + 1)
 
 
 @every_rule
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_pending_correction_is_applied_before_its_fragments_next_outer_step(rule, count):
-    step, correct = (jitted(name, rule, fragments=count, delay=1) for name in ("step", "correct"))
+    step, correct = (jitted(name, rule, fragments=count, delay=1) for name in ("step", "apply"))
     params, state = tree(0), initial(outer_of(rule, fragments=count, delay=1))
     expected, after = params, state
     for number in range(3 * count):
@@ -213,14 +207,14 @@ def test_a_pending_correction_is_applied_before_its_fragments_next_outer_step(ru
         params, state = correct(params, state)
         expected, after = correct(expected, after)
     assert_trees_close((params, state), (expected, after), atol=3e-6)
-    np.testing.assert_array_equal(state.rule.entered, state.round)
+    np.testing.assert_array_equal(state.delayed.num_applied, state.num_outer_steps)
 
 
-@pytest.mark.parametrize("form", ["step", "step and correct", "solo and enter"])
+@pytest.mark.parametrize("form", ["step", "step and apply", "solo and apply"])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_step(form, nesterov):
     count, betas, alphas = 2, np.array([0.9, 0.5, 0.2]), np.array([0.3, 0.6, 0.1])
-    delay = 1 if form == "step and correct" else None
+    delay = 1 if form == "step and apply" else None
     outer = nj.diloco(
         lambda round: jnp.asarray(betas, jnp.float32)[round],
         lambda round: jnp.asarray(alphas, jnp.float32)[round],
@@ -230,15 +224,14 @@ def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_st
     )
 
     def taken(params: Any, state: OuterState) -> Any:
-        if form == "step and correct":
-            assert outer.correct is not None
-            return outer.correct(*outer.step(params, state))
+        if form == "step and apply":
+            return outer.apply(*outer.step(params, state))
         if form == "step":
             return outer.step(params, state)
-        number = state.round
+        number = state.num_outer_steps
         params, state, outgoing = outer.solo(params, state)
         correction = jax.tree.map(lambda m: jax.lax.pmean(m, "replica") - m, outgoing.message)
-        return outer.enter(params, state, correction, shared(number))
+        return outer.apply(params, state, Arrived(correction), shared(number))
 
     step = jax.jit(jax.vmap(taken, axis_name="replica"))
     params, state = tree(0), initial(outer)
@@ -281,7 +274,7 @@ def test_a_delayed_correction_keeps_the_inner_steps_taken_meanwhile(count):
     """Compare `update` with `step` and `correct` called at the steps that the definition names."""
     sync_every, delay = 4, 3
     update = jitted("update", "noloco", sync_every=sync_every, fragments=count, delay=delay)
-    step, correct = (jitted(name, "noloco", fragments=count, delay=1) for name in ("step", "correct"))
+    step, correct = (jitted(name, "noloco", fragments=count, delay=1) for name in ("step", "apply"))
     params, state = tree(0), initial(outer_of("noloco", fragments=count, delay=1))
     expected, after = params, state
     begun = []
@@ -305,21 +298,38 @@ def test_delayed_corrections_of_a_pair_sum_to_zero():
     settings = {"fragments": 1, "delay": 1}
     _, state = jitted("step", "noloco", **settings)(tree(3), initial(outer_of("noloco", **settings)))
     for pair in groups_of(0, 1):
-        for c in jax.tree.leaves(state.rule.correction):
+        for c in jax.tree.leaves(state.delayed.correction):
             np.testing.assert_allclose(np.asarray(c)[list(pair)].sum(0), 0, atol=1e-6)
 
 
-def test_fragments_draw_different_pairings_and_every_pass_covers_the_pool():
-    pairing, count = nj.RandomPairing(N, seed=3), 4
-    draws = []
-    for fragment in range(count):
-        rounds = [pairing_round(r * count + fragment, count) for r in range(21)]
-        whole = [r for r in rounds if rounds[0] <= r // 7 * 7 and r // 7 * 7 + 6 <= rounds[-1]]
-        draws.append([int(pairing.pool_index(r)) for r in whole])
-        assert len(whole) in (14, 21)
-        for start in range(0, len(whole), 7):
-            assert sorted(draws[-1][start : start + 7]) == list(range(7))
-    assert len({tuple(draw[:14]) for draw in draws}) == count
+PAIRINGS = {
+    "passes": nj.RandomPairing(N, seed=3),
+    "independent": nj.RandomPairing(N, seed=3, order="independent"),
+    "hypercube of 256": nj.RandomPairing(256, order="hypercube"),  # a pool of 8, which divides every power of two
+    "explicit": nj.ExplicitPairing([[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1], [2], [3]]]),
+    "graphs": nj.RandomNeighbours(N, 1, seed=3),
+}
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS.values(), ids=PAIRINGS)
+def test_fragments_draw_pairings_of_their_own(pairing):
+    """Issue 52, item 2: with a cyclic order all fragments met the same partner."""
+    draws = {tuple(int(pairing.pool_index(draw, fragment)) for draw in range(16)) for fragment in range(4)}
+    assert len(draws) == 4
+    traced = jax.jit(pairing.pool_index)(jnp.int32(5), jnp.int32(3))
+    assert int(traced) == int(pairing.pool_index(5, 3))
+
+
+@pytest.mark.parametrize("pairing", [PAIRINGS["hypercube of 256"], PAIRINGS["explicit"]])
+def test_fragments_have_different_partners_in_every_round_of_a_fixed_order(pairing):
+    for draw in range(8):
+        assert len({int(pairing.pool_index(draw, fragment)) for fragment in range(4)}) == 4
+
+
+@pytest.mark.parametrize("fragment", range(4))
+def test_every_pass_of_a_fragment_covers_the_pool(fragment):
+    draws = [int(PAIRINGS["passes"].pool_index(draw, fragment)) for draw in range(21)]
+    assert all(sorted(draws[start : start + 7]) == list(range(7)) for start in (0, 7, 14))
 
 
 @pytest.mark.parametrize(("sync_every", "count"), [(1, 1), (10, 1), (10, 8), (2, 8), (5, 8)])

@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import noloco_jax as nj
-from noloco_jax.outer.momentum import Momentum
-from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.rule import Momentum, OuterState
 from support.layouts import assert_trees_close, axis_of, compiled, mesh_of, over_replicas, random_tree, unconditional
 from support.paths import ROOT
 from support.readmes import python_examples

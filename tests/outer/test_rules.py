@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.outer.momentum import Momentum
-from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.rule import Momentum, OuterState
+from noloco_jax.outer.transform import shared
 from support.layouts import assert_trees_close, axis_of, over_replicas, random_tree
 from support.rules import ALPHA, BETA, GAMMA, RULES, groups_of
 
@@ -37,7 +37,7 @@ def test_outer_steps_match_the_oracle_round_by_round(rule, layout):
         theta = random_tree(10 + round, 8)
         before = state
         params, state = jax.device_get(step(theta, state))
-        np.testing.assert_array_equal(state.round, round + 1)
+        np.testing.assert_array_equal(state.num_outer_steps, round + 1)
         for name in theta:
             expected = rule.step(theta[name], before.rule.slow[name], before.rule.momentum[name], groups_of(8, round))
             assert_trees_close((state.rule.slow[name], state.rule.momentum[name]), expected)
@@ -64,7 +64,7 @@ def test_update_takes_the_same_outer_steps_by_counter_and_by_sync(rule):
         for other, state in ((updates, states[1]), (landing, states[2])):
             assert_trees_close(jax.tree.map(np.add, theta, other), params)
             assert_trees_close(state.rule, states[0].rule)
-            np.testing.assert_array_equal(state.round, round + 1)
+            np.testing.assert_array_equal(state.num_outer_steps, round + 1)
     np.testing.assert_array_equal(states[2].count, 12)
 
 
@@ -75,18 +75,15 @@ def test_a_solo_step_plus_its_correction_equals_the_step_with_the_mean(rule):
     state, theta = start(8), random_tree(3, 8)
 
     def both(params: Any, state: OuterState) -> Any:
-        drawn = outer.step(params, state)
-        message = outer.rule.message(state.rule, params, state.round)
-        solo, after_solo = outer.rule.receive(state.rule, message, message, state.round)
-        mean = jax.tree.map(lambda m: jax.lax.pmean(m, "replica"), message)
-        correction = jax.tree.map(jnp.subtract, mean, message)
+        together = outer.step(params, state)
+        solo, after, outgoing = outer.solo(params, state)
         moved = jax.tree.map(lambda x: x + 1, solo)
-        together = outer.rule.receive(state.rule, message, mean, state.round)
-        return drawn, together, outer.rule.correct(after_solo, moved, correction, state.round)
+        arrived = outer.steps.exchanged(outgoing, shared(state.num_outer_steps))
+        return together, outer.apply(moved, after, arrived, shared(state.num_outer_steps))
 
-    _, (params, rule_state), (late, late_state) = jax.jit(jax.vmap(both, axis_name="replica"))(theta, state)
+    (params, expected), (late, after) = jax.jit(jax.vmap(both, axis_name="replica"))(theta, state)
     assert_trees_close(jax.tree.map(lambda x: x - 1, late), params, atol=3e-6)
-    assert_trees_close(late_state, rule_state, atol=3e-6)
+    assert_trees_close(after, expected, atol=3e-6)
 
 
 @every_rule
@@ -193,7 +190,7 @@ def test_learning_rate_and_momentum_may_be_schedules_over_rounds(rule):
         "nesterov": lambda: nj.diloco(only_then(BETA), only_then(ALPHA), nesterov=True),
     }
     name = next(name for name, row in RULES.items() if row is rule)
-    state = start(8)._replace(round=np.ones(8, np.int32))
+    state = start(8)._replace(num_outer_steps=np.ones(8, np.int32))
     theta = random_tree(3, 8)
     expected = jax.jit(jax.vmap(rule.make(8, "replica").step, axis_name="replica"))(theta, state)
     actual = jax.jit(jax.vmap(scheduled[name]().step, axis_name="replica"))(theta, state)

@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import noloco_jax as nj
 from noloco_jax.exchange.blocks import tree_from_blocks, tree_in_blocks
-from noloco_jax.exchange.sparse import TopEntries, sparse_mean
-from noloco_jax.outer.rule import OuterState
-from noloco_jax.outer.sparseloco import Feedback
+from noloco_jax.exchange.sparseloco import Feedback, SparseExchange, decode, encode
+from noloco_jax.exchange.sparseloco import sparsified as of_chunks
+from noloco_jax.outer.fragments import Fragments
+from noloco_jax.outer.rule import OuterState, Outgoing
 from noloco_jax.wires import CHUNK
-from support.layouts import assert_trees_close, axis_of, over_replicas, some_devices
+from support.layouts import axis_of, over_replicas, some_devices
 from support.wires import ROUNDED
 
 N = 8
@@ -54,6 +55,11 @@ def sparsified(x: np.ndarray, top_k: int = 64) -> np.ndarray:
     return result.reshape(len(rows), -1)[:, :length].ravel()[: x.size].reshape(x.shape)
 
 
+def sparsify(x: Any, top_k: int) -> Any:
+    """Return Q(TOP-k(x)) of one replica's array, by the exchange."""
+    return tree_from_blocks(of_chunks(tree_in_blocks(x, largest=CHUNK), top_k), x, largest=CHUNK)
+
+
 def stacked(fn: Any, x: np.ndarray) -> np.ndarray:
     return np.stack([fn(one) for one in x])
 
@@ -72,17 +78,16 @@ AWKWARD = {
 
 @pytest.mark.parametrize("top_k", [1, 64, 4096])
 def test_sparse_arrays_survive_encoding_exactly(top_k):
-    entries = TopEntries(top_k)
 
     @jax.jit  # compiled once for all arrays of a shape
     def travel(x: jax.Array) -> Any:
-        sparse = entries.sparsify(x)
-        chunks = tree_in_blocks(sparse, largest=CHUNK)
-        code = entries.encode(chunks)
-        return sparse, code, tree_from_blocks(entries.decode(code, chunks.shape[-1]), x, largest=CHUNK)
+        chunks = of_chunks(tree_in_blocks(x, largest=CHUNK), top_k)
+        code = encode(chunks, top_k)
+        arrived = decode(code, chunks.shape[-1], top_k)
+        return *(tree_from_blocks(y, x, largest=CHUNK) for y in (chunks, arrived)), code
 
     for x in (x.astype(np.float32) for x in AWKWARD.values()):
-        sparse, code, arrived = travel(x)
+        sparse, arrived, code = travel(x)
         assert code.dtype == jnp.uint8
         np.testing.assert_array_equal(arrived, sparse)
         np.testing.assert_allclose(sparse, sparsified(x, top_k), rtol=2**-7)
@@ -90,15 +95,14 @@ def test_sparse_arrays_survive_encoding_exactly(top_k):
 
 @pytest.mark.parametrize(("size", "number"), [(10 * 4096, 10 * (64 * 14 // 8 + 4)), (100, 4 + 4 + 4 // 4)])
 def test_an_encoded_message_has_the_papers_number_of_bytes(size, number):
-    code = jax.eval_shape(lambda x: TopEntries(64).encode(tree_in_blocks(x, largest=CHUNK)), jnp.ones(size))
+    code = jax.eval_shape(lambda x: encode(tree_in_blocks(x, largest=CHUNK), 64), jnp.ones(size))
     assert code.size == number and code.dtype == jnp.uint8
 
 
 def test_a_nan_is_received_as_nan_and_leaves_other_chunks_alone():
     x = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32)
     x[0, 17] = np.nan
-    entries = TopEntries(64)
-    arrived = np.asarray(jax.jit(lambda x: entries.decode(entries.encode(entries.sparsify(x)), 4096))(x))
+    arrived = np.asarray(jax.jit(lambda x: decode(encode(of_chunks(x, 64), 64), 4096, 64))(x))
     assert np.isnan(arrived[0, 17])
     np.testing.assert_array_equal(arrived[1], sparsified(x[1]))
 
@@ -146,7 +150,7 @@ def test_error_feedback_loses_nothing():
 def test_keeping_all_entries_leaves_only_rounding_errors():
     """k = 4096 keeps every entry of a chunk; its two magnitudes are coarse, and the rest is rounding error."""
     x = tree(3)["matrix"][0]
-    sparse = np.asarray(jax.jit(TopEntries(4096).sparsify)(x))
+    sparse = np.asarray(jax.jit(sparsify)(x, 4096))
     assert ((sparse != 0) == (x != 0)).all() and (np.sign(sparse) == np.sign(x)).all()
     assert np.square(x - sparse).sum() < np.square(x).sum() / 2
 
@@ -165,23 +169,6 @@ def test_every_fragment_has_its_own_error_feedback():
     np.testing.assert_array_equal(state.rule.error["x"][:, ~is_first], 0)
 
 
-def test_a_solo_step_plus_its_correction_equals_the_step_with_the_mean():
-    """Nothing uses this property of the rule yet. The correction covers the entries sent, not the error kept."""
-    outer = nj.sparseloco(0.8, 0.9)
-    state, theta = Feedback(*(jax.tree.map(lambda x: x[0], tree(seed)) for seed in (0, 1))), tree(2)
-    theta = jax.tree.map(lambda x: x[0], theta)
-
-    @jax.jit
-    def both(state: Any, theta: Any) -> Any:
-        own = outer.rule.message(state, theta, 0)
-        mean = own._replace(sent=jax.tree.map(lambda x: x / 2 + 1, own.sent))
-        solo, after = outer.rule.receive(state, own, own, 0)
-        late = outer.rule.correct(after, solo, jax.tree.map(jnp.subtract, mean, own), 0)
-        return late, outer.rule.receive(state, own, mean, 0)
-
-    assert_trees_close(*both(state, theta))
-
-
 def test_a_bfloat16_state_keeps_replicas_equal():
     outer = nj.sparseloco(state_dtype="bfloat16")
     params = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), tree(0))
@@ -195,23 +182,26 @@ def test_a_bfloat16_state_keeps_replicas_equal():
 def test_a_sharded_array_is_sent_like_an_unsharded_one():
     axes = ("replica", "fsdp", "tensor")
     mesh = jax.make_mesh((2, 2, 2), axes, (AxisType.Auto,) * 3, devices=some_devices(8))
-    entries, specs = TopEntries(64), {"blocks": P("replica", None, "fsdp", "tensor"), "norm": P("replica")}
+    exchange, specs = (
+        SparseExchange(64, "replica"),
+        {"blocks": P("replica", None, "fsdp", "tensor"), "norm": P("replica")},
+    )
     on_mesh = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     shapes = {"blocks": (2, 2, 64, 128), "norm": (2, 64)}
+    last = Fragments(1, lambda path, shape: len(shape) - 1)
     rng = np.random.default_rng(0)
     x = {name: rng.normal(size=shapes[name]).astype(np.float32) for name in shapes}
 
     def body(block: Any) -> Any:
-        sent = entries.sparsify(jax.tree.map(lambda x: x[0], block))
-        return jax.tree.map(lambda x: x[None], (sent, sparse_mean(sent, entries, "replica")))
+        found, _ = exchange.mean(Outgoing(jax.tree.map(lambda x: x[0], block)), 0, last)
+        return jax.tree.map(lambda x: x[None], (found.own, found.mean))
 
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names={"replica"}, check_vma=False
     )
     sent, mean = jax.device_get(jax.jit(mapped, out_shardings=(on_mesh, on_mesh))(jax.device_put(x, on_mesh)))
     for name in shapes:
-        sparsify = jax.jit(entries.sparsify)
-        np.testing.assert_array_equal(sent[name], [np.asarray(sparsify(one)) for one in x[name]])
+        np.testing.assert_array_equal(sent[name], [np.asarray(sparsify(one, 64)) for one in x[name]])
         np.testing.assert_allclose(mean[name], np.broadcast_to(sent[name].mean(axis=0), shapes[name]), atol=1e-7)
 
 
@@ -234,5 +224,5 @@ def test_entries_of_one_size_run_under_debug_nans():
     """None of them is larger than the mean; not compiled, as `jax_debug_nans` runs a program that found a NaN."""
     x = jnp.array([2.0, -2.0, 2.0, -2.0, 2.0, -2.0, 2.0, -2.0])
     with jax.debug_nans(True), jax.disable_jit():
-        sent = TopEntries(4096).sparsify(x)
+        sent = sparsify(x, 4096)
     np.testing.assert_array_equal(sent, x)

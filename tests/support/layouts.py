@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.exchange.axes import AxisName
-from noloco_jax.outer.momentum import Momentum
-from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.rule import Momentum, OuterState
 
 PyTree = Any
 Layout = int | tuple[int, int]  # N slots of one device, or (devices D, slots L of each)

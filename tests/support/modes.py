@@ -19,7 +19,6 @@ from flax import nnx
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.model.kind import init_params, stacked, weight
-from noloco_jax.outer.step import Late
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -161,6 +160,5 @@ def _noise(tree: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
 def _compared(config: TrainConfig, state: TrainState) -> PyTree:
     """Return what is equal in all modes: weights and the rule's state of a replica."""
     assert state.outer is not None
-    rule = state.outer.rule.rule if isinstance(state.outer.rule, Late) else state.outer.rule
-    kept = {"params": state.params, "rule": [x for x in jax.tree.leaves(rule) if x.ndim > 1]}
+    kept = {"params": state.params, "rule": [x for x in jax.tree.leaves(state.outer.rule) if x.ndim > 1]}
     return jax.tree.map(np.asarray, jax.device_get(kept))
