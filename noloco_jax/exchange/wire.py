@@ -127,12 +127,12 @@ def decode(wire: Wire, code: PyTree, like: PyTree, dims: PyTree) -> PyTree:
     return from_code(wire, jax.tree.map(wire.decode, code), like, dims)
 
 
-def to_code(wire: Wire, tree: PyTree, dims: PyTree) -> PyTree:
+def to_code(wire: Wire, tree: PyTree, dims: PyTree = None) -> PyTree:
     """Convert arrays to the form that `wire.encode` takes: in blocks along the dimensions `dims`, or unchanged."""
     return tree_in_blocks(tree, dims) if wire.takes_blocks else tree
 
 
-def from_code(wire: Wire, decoded: PyTree, like: PyTree, dims: PyTree) -> PyTree:
+def from_code(wire: Wire, decoded: PyTree, like: PyTree, dims: PyTree = None) -> PyTree:
     """Invert `to_code`: return arrays of the shapes of `like`."""
     return tree_from_blocks(decoded, like, dims) if wire.takes_blocks else decoded
 

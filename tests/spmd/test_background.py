@@ -52,7 +52,7 @@ def test_settle_stores_the_corrections_of_all_exchanges_in_flight():
     states = []
     for replica in (1, 2):
         _, sync, state = after_steps(dataclasses.replace(config, mesh=MeshConfig(replica=replica)), 5)
-        states.append(jax.device_get(sync.settle(state)[0].outer.rule.correction))
+        states.append(jax.device_get(sync.settle(state)[0].outer.delayed.correction))
         sync.close(state, False)
     collective, background = states
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(collective))
