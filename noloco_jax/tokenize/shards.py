@@ -24,7 +24,7 @@ _PROGRESS = b"noloco_jax.tokenize"  # key of the metadata of a file
 
 @dataclass(frozen=True)
 class Progress:
-    """What the files of a split hold.
+    """Contents of the files of a split.
 
     Attributes:
       position: position in the source after them.
