@@ -4,11 +4,13 @@ No worker and no thread keeps a position to save: documents carry the positions 
 them. So any number of workers continues where any other number stopped.
 """
 
+import atexit
 import functools
 import multiprocessing
 import os
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -140,6 +142,7 @@ class Workers(Loader):
         super().__init__(sources, encode)
         self._num_workers, self._lock = num_workers, threading.Lock()
         self._pool: ProcessPoolExecutor | None = None
+        atexit.register(_close_at_exit, weakref.ref(self))
         self.ahead = max(2, -(-2 * num_workers // max(1, num_replicas * len(sources))))
 
     def submit(self, name: str, records: Sequence[Any]) -> Loaded:
@@ -179,6 +182,11 @@ class Workers(Loader):
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _close_at_exit(workers: "weakref.ref[Workers]") -> None:
+    if (open_ones := workers()) is not None:
+        open_ones.close()
 
 
 _loader: Loader  # of a worker process

@@ -74,12 +74,12 @@ def _batches(
             yield batch, StreamPosition(drawn, by_source).to_json()
 
 
-_closed_at_exit: "weakref.WeakSet[Stream | ReplicaStreams]" = weakref.WeakSet()
+_closed_at_exit: "weakref.WeakSet[Stream]" = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """End threads and worker processes while they can still be ended; at the interpreter's end they cannot."""
+    """End threads while Grain can still do so; at the interpreter's end it cannot."""
     for stream in list(_closed_at_exit):
         stream.close()
 
@@ -201,7 +201,6 @@ class ReplicaStreams(Iterator[dict[int, HostBatch]]):
 
     def __init__(self, streams: Mapping[int, Stream], close_workers: Callable[[], None] = lambda: None):
         self.by_replica, self._close_workers = dict(streams), close_workers
-        _closed_at_exit.add(self)
 
     @property
     def source(self) -> dict[str, Any]:
