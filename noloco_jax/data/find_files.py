@@ -92,17 +92,11 @@ def _is_skipped(parts: Sequence[str]) -> bool:
 
 
 def _excluder(root: Path, exclude: Path) -> Callable[[str], bool]:
-    """Return a test for files at or below `exclude`, by name or by real path; of one file, its hard links too."""
+    """Return a test for files at or below `exclude`, by name or by real path."""
     named, real = os.path.abspath(exclude), os.path.realpath(exclude)
     if root.resolve().is_relative_to(real):
         return lambda file: False
-    is_linked = exclude.is_file() and exclude.stat().st_nlink > 1
-
-    def is_excluded(file: str) -> bool:
-        is_there = _is_below(os.path.abspath(file), named) or _is_below(os.path.realpath(file), real)
-        return is_there or (is_linked and os.path.samefile(file, exclude))
-
-    return is_excluded
+    return lambda file: _is_below(os.path.abspath(file), named) or _is_below(os.path.realpath(file), real)
 
 
 def _is_below(path: str, folder: str, separator: str = os.sep) -> bool:

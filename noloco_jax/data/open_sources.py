@@ -117,8 +117,7 @@ def _source(config: "DataConfig", options: SourceOptions, vocab_size: int | None
 def _same_place(path: str, other: str) -> bool:
     if is_remote(path) or is_remote(other):
         return path.rstrip("/") == other.rstrip("/")
-    first, second = (Path(name).expanduser().resolve() for name in (path, other))
-    return first == second or (first.is_file() and second.is_file() and first.samefile(second))
+    return Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 def open_sources(config: "DataConfig", *, validation: bool, seed: int, vocab_size: int | None) -> dict[str, Source]:

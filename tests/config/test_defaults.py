@@ -11,13 +11,11 @@ import noloco_jax as nj
 from noloco_jax.config import (
     OuterConfig,
     TrainConfig,
-    changes,
     default_settings,
     from_dict,
     load_config,
     overridden,
     save_config,
-    to_dict,
     unused_settings,
 )
 from noloco_jax.errors import UserError
@@ -37,11 +35,6 @@ OWN = {
     "local": {},
 }
 NOTHING = dict.fromkeys(METHOD_FIELDS)
-# Outer fields of a configuration saved before each method had its own defaults.
-BEFORE = {
-    **{"lr": 0.7, "momentum": 0.5, "momentum_of": "steps", "consensus": None, "sync_every": 50, "group_size": 2},
-    **{"order": "passes", "nesterov": False, "wire": "float32", "neighbours": None, "error_decay": 0.95, "top_k": 64},
-}
 
 
 def own_fields(config: TrainConfig) -> dict:
@@ -61,7 +54,7 @@ def test_omitted_fields_take_the_methods_defaults_and_unused_ones_none(method):
 
 def test_the_fields_that_default_to_none_are_those_of_the_method_table():
     fields = dataclasses.fields(OuterConfig)
-    assert {field.name for field in fields if field.default is None} == set(METHOD_FIELDS) == set(BEFORE)
+    assert {field.name for field in fields if field.default is None} == set(METHOD_FIELDS)
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco", "epidemic", "sparseloco"])
@@ -135,15 +128,6 @@ def test_changing_the_method_of_a_saved_configuration_drops_its_method_settings(
     ):
         assert own_fields(config) == NOTHING | OWN["diloco"]
     assert from_dict(load_config(str(saved))) == loaded("quickstart")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_old_saved_configuration_with_all_fields_is_the_same_run(method):
-    """An old configuration has a value for every field; only those that the method uses are compared."""
-    now = from_dict({"method": method})
-    values = to_dict(now)
-    before = from_dict(values | {"outer": values["outer"] | BEFORE | OWN[method]})
-    assert changes(before, now) == []
 
 
 def test_methods_that_ignore_the_wire_accept_only_float32():

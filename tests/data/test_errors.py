@@ -11,8 +11,7 @@ import pytest
 
 from noloco_jax.config import DataConfig
 from noloco_jax.data import load_tokenizer
-from noloco_jax.data.json_lines import JsonLinesSource
-from noloco_jax.data.open_sources import open_source
+from noloco_jax.data.parquet import ParquetSource
 from noloco_jax.errors import UserError
 from support.data_makers import (
     check_data,
@@ -91,20 +90,6 @@ def test_c4_without_validation_files_is_refused(tmp_path):
     assert_refused(DataConfig(kind="c4", path=str(tmp_path)), r"data.path=.* no file c4-validation\.\*\.json\.gz")
 
 
-def test_a_file_truncated_in_the_middle_is_named_when_it_is_read(tmp_path):
-    import random
-
-    letters = random.Random(0)
-    texts = ["".join(letters.choices("abcdefghijklmnop", k=400)) for _ in range(200)]
-    whole, cut = write_c4(tmp_path, [texts[:100], texts[100:]])
-    cut.write_bytes(cut.read_bytes()[:-8000])
-    config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=100, batch_size=4, shuffle_buffer=10)
-    (stream,) = open_streams(config, 1, BYTE)
-    next(stream)
-    read_until_refused(config, rf"{re.escape(str(cut))} .*truncated")
-    assert whole.exists()
-
-
 def test_a_truncated_file_is_named_across_worker_processes(tmp_path):
     (cut,) = write_c4(tmp_path, [[f"some text {k}" for k in range(2000)]])
     cut.write_bytes(cut.read_bytes()[:-300])
@@ -149,19 +134,6 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path):
     assert_refused(DataConfig(kind="parquet", path=str(tmp_path)), r"0\.parquet is no readable Parquet file")
 
 
-def test_a_parquet_file_damaged_inside_is_named_when_it_is_read(tmp_path):
-    rows = [[(k * 7919) % 1000 for k in range(j, j + 50)] for j in range(400)]
-    path = tmp_path / "0.parquet"
-    labels = [[token + 1 for token in row] for row in rows]
-    write_rows(path, {"input_ids": rows, "label": labels}, row_group_size=100)
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 3000] = bytes(3000)
-    path.write_bytes(content)
-    config = DataConfig(kind="parquet", path=str(tmp_path), sequence_length=50, batch_size=4, shuffle_buffer=1)
-    read_until_refused(config, r"0\.parquet is damaged after row group")
-
-
 def test_rows_whose_columns_differ_in_length_are_refused(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2]] * 4, "label": [[2, 3]] * 3 + [[2]]})
     assert_refused(
@@ -200,22 +172,16 @@ def test_a_replica_whose_files_are_empty_is_refused(tmp_path):
         next(second)
 
 
-def test_data_without_any_token_are_refused(tmp_path):
+def test_data_without_any_token_are_refused_after_two_epochs(tmp_path, monkeypatch):
+    opened = []
+    open_shard = ParquetSource.open_shard
+    monkeypatch.setattr(ParquetSource, "open_shard", lambda *given: opened.append(given[1]) or open_shard(*given))
     write_rows(tmp_path / "0.parquet", {"input_ids": [[0, 0]] * 8, "attention_mask": [[0, 0]] * 8})
     config = DataConfig(kind="parquet", path=str(tmp_path), sequence_length=2, batch_size=1)
     read_until_refused(config, "hold no token")
+    assert max(opened) <= 2
     with pytest.raises(UserError, match="hold no token to predict"):
         validation_batches(config, None, num_batches=1)
-
-
-def test_data_without_any_token_are_refused_after_two_epochs(tmp_path, monkeypatch):
-    write_json_lines(tmp_path / "0.jsonl", [""] * 200)
-    opened = []
-    open_shard = JsonLinesSource.open_shard
-    monkeypatch.setattr(JsonLinesSource, "open_shard", lambda *given: opened.append(given[1]) or open_shard(*given))
-    config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", sequence_length=2)
-    read_until_refused(config, "hold no token")
-    assert max(opened) <= 2
 
 
 def test_empty_documents_at_both_ends_of_the_data_are_accepted(tmp_path):
@@ -244,18 +210,6 @@ def test_validation_data_that_are_the_training_data_are_refused(tmp_path, kind):
     (tmp_path / "link").symlink_to(tmp_path / "data")
     for path in (config.path, str(tmp_path / "link"), f"{config.path}/../data/"):
         assert_refused(replace(config, validation_path=path), r"data\.validation_path='.*' is data\.path: .* empty")
-
-
-def test_a_hard_link_to_training_data_is_the_training_data(tmp_path):
-    (tmp_path / "data").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "data" / name).write_text(f"the text of {name}")
-    (tmp_path / "held.txt").hardlink_to(tmp_path / "data/b.txt")
-    config = DataConfig(kind="text", path=str(tmp_path / "data"), validation_path=str(tmp_path / "held.txt"))
-    source = open_source(config, validation=False, seed=0, vocab_size=None)
-    assert source.files == [str(tmp_path / "data/a.txt")]
-    (tmp_path / "data.txt").hardlink_to(tmp_path / "held.txt")
-    assert_refused(replace(config, path=str(tmp_path / "data.txt")), r"data\.validation_path='.*' is data\.path")
 
 
 def test_a_replica_number_out_of_range_is_refused(tmp_path):

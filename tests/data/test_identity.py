@@ -50,13 +50,6 @@ def test_a_large_file_is_sampled_throughout_including_its_first_and_last_byte(tm
     assert detects(files, 0, 0) and detects(files, 0, 16 * 4096 - 1)
 
 
-def test_up_to_eight_files_are_each_sampled_at_their_first_and_last_byte(tmp_path):
-    files = write(tmp_path, [5000] * 8)
-    assert all(detects(files, number, place) for number in range(8) for place in (0, 4999))
-    files = write(tmp_path, [5000] * 20)
-    assert 6 <= sum(detects(files, number, 0) for number in range(20)) <= 8
-
-
 def test_the_number_of_hashed_bytes_is_bounded(tmp_path, monkeypatch):
     for sizes in ([10**6], [10**5] * 8, [10**4] * 100):
         files = write(tmp_path / str(len(sizes)), sizes)

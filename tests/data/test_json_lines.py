@@ -54,18 +54,6 @@ def test_a_path_to_a_single_file_may_have_any_name(tmp_path):
     assert BYTE.decode(batch["input_ids"][0]) == "abcd"
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_a_stream_resumes_in_the_middle_of_a_file(tmp_path, suffix):
-    write_json_lines(tmp_path / f"0.jsonl{suffix}", [f"{first} {count}" for first, count in documents(60)])
-    config = config_for(tmp_path, validation_path="elsewhere", shuffle_buffer=5)
-    (whole,), (again,) = open_streams(config, 1), open_streams(config, 1)
-    for _ in range(40):
-        next(whole)
-    again.set_state(json.loads(json.dumps(whole.get_state())))
-    for _ in range(20):
-        assert next(again)["input_ids"].tolist() == next(whole)["input_ids"].tolist()
-
-
 def test_one_document_in_fifty_is_held_out_of_few_or_many_files(tmp_path):
     for name, files in {"large": 2, "small": 1000}.items():
         spans = documents(1000)

@@ -79,16 +79,6 @@ def test_replicas_together_read_every_c4_document_once(num_replicas):
     assert sorted(found) == texts
 
 
-def test_a_c4_stream_resumes_in_the_middle_of_the_real_shards():
-    tokenizer = load_tokenizer(C4.tokenizer)
-    stream, again = (train_stream(C4, tokenizer, replica=0, num_replicas=2, seed=3) for _ in range(2))
-    for _ in range(700):
-        next(stream)
-    again.set_state(json.loads(json.dumps(stream.get_state())))
-    for _ in range(20):
-        np.testing.assert_array_equal(next(stream)["input_ids"], next(again)["input_ids"])
-
-
 def test_c4_validation_is_the_validation_shard():
     tokenizer = load_tokenizer("byte")
     batches = validation_batches(replace(C4, sequence_length=4096), tokenizer, num_batches=10_000)
