@@ -15,9 +15,9 @@ from noloco_jax.files import write_whole
 
 DIGESTS_FILE = "digests.txt"
 UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's suffix of a folder that is not completely written
-# Orbax's notes on a checkpoint: times and names of handlers. They have no digest, as a thread of Orbax's may write them
-# anew after the digests; a restore does without what they say.
-STEP_METADATA = "_CHECKPOINT_METADATA"
+# Orbax's notes on a checkpoint: times, names of handlers, marks of completion. They have no digest, as a thread of
+# Orbax's may write them anew after the digests; a restore does without what they say.
+_NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _PIECE = 4 << 20  # bytes read at a time: few enough to stay in a core's cache
 _FILES_AT_ONCE = 8
 
@@ -50,8 +50,11 @@ def write_digests(step_folder: Path) -> None:
     entries: dict[str, Entry] = {}
     for part in parts:
         entries |= _read(part)
-    left_out = [*parts, step_folder / STEP_METADATA]
-    files = {_name(step_folder, file): file for file in step_folder.rglob("*") if file not in left_out}
+    files = {
+        _name(step_folder, file): file
+        for file in step_folder.rglob("*")
+        if file not in parts and file.name not in _NOTES
+    }
     _write(step_folder / DIGESTS_FILE, entries | _entries_of(files, without=entries.keys()))
     for part in parts:
         part.unlink()

@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.checkpoint.saved import SavedShape
-from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.saved import Saved, SavedShape
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import redistribute, renumbered
 from noloco_jax.errors import UserError
@@ -39,19 +38,19 @@ def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
     )
 
 
-def data_positions(checkpoints: Checkpointer, step: int, num_replicas: int) -> list[dict]:
-    """Return the data position of each of `num_replicas` replicas at `step`, redistributed if their number changed.
+def data_positions(saved: Saved, num_replicas: int) -> list[dict]:
+    """Return the data position of each of `num_replicas` replicas, redistributed if their number has changed.
 
     See `data.redistribute`. For an island, which is one replica of several, the rest of its own share is redistributed.
     """
-    saved = checkpoints.positions(step)
-    if saved[0]["num_replicas"] != len(saved):
-        saved = [renumbered(position, replica, len(saved)) for replica, position in enumerate(saved)]
-    return redistribute(saved, num_replicas)
+    positions = saved.positions
+    if positions[0]["num_replicas"] != len(positions):
+        positions = [renumbered(position, replica, len(positions)) for replica, position in enumerate(positions)]
+    return redistribute(positions, num_replicas)
 
 
-def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> tuple[TrainState, str]:
-    """Restore the state at `step`, at rest on this run's mesh; return it and a line on what was converted.
+def restore(saved: Saved, config: TrainConfig, programs: Programs) -> tuple[TrainState, str]:
+    """Restore a state to where it stays between steps on this run's mesh; return it and a line on what was converted.
 
     If sizes differ, arrays are read and converted one after another, so that there is never more than one array of the
     saved state beside the run's own state.
@@ -62,16 +61,15 @@ def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs:
     Raises:
       UserError: see `check_elastic`.
     """
-    saved, mine = checkpoints.saved_shape(step), SavedShape.of(config.model, programs.state)
-    check_elastic(config, saved)
-    if saved == mine:
-        return programs.at_rest(checkpoints.restore(step, programs.state)), ""
-    conversions = _conversions(config, programs, saved)
-    state = checkpoints.restore_each(step, _saved_shapes(config, programs, saved), conversions)
-    if saved.num_replicas == mine.num_replicas:
-        sizes = f"{mine.padded_vocab_size} tokens, before {saved.padded_vocab_size}"
+    then, now = saved.shape, SavedShape.of(config.model, programs.state)
+    check_elastic(config, then)
+    if then == now:
+        return programs.at_rest(saved.state(programs.state)), ""
+    state = saved.each(_saved_shapes(config, programs, then), _conversions(config, programs, then))
+    if then.num_replicas == now.num_replicas:
+        sizes = f"{now.padded_vocab_size} tokens, before {then.padded_vocab_size}"
         return state, f"the vocabulary is padded to {sizes}"
-    return state, _report(saved.num_replicas, mine.num_replicas, config)
+    return state, _report(then.num_replicas, now.num_replicas, config)
 
 
 def _report(before: int, after: int, config: TrainConfig) -> str:

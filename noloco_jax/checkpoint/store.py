@@ -2,31 +2,45 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from noloco_jax.checkpoint import digests, record
 from noloco_jax.checkpoint.quiet import quiet_saves
-from noloco_jax.checkpoint.saved import CheckpointFiles, SavedShape
+from noloco_jax.checkpoint.saved import ITEMS, Saved, SavedShape
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import TrainConfig
-from noloco_jax.errors import TransientError, UserError, tell
+from noloco_jax.errors import StartError, TransientError, UserError, described, tell
 from noloco_jax.files import check_name, is_full_disk
 from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.programs import TrainState
 
-SET_ASIDE = "checkpoints_set_aside"
+T = TypeVar("T")
+_SET_ASIDE = "checkpoints_set_aside"
 _SAVE_SECONDS = 24 * 3600  # Orbax's default is 20 minutes, in which slow storage writes only some 50 GB
 _WRITTEN = "async_write_complete"  # part of the name of the Orbax barrier after all processes have written
+_NEWEST_ATTEMPTS = 5  # attempts to read the newest checkpoint before the training run prunes it
 
 
-class Checkpointer(CheckpointFiles):
-    """Checkpoint store of the runs of one workdir, under WORKDIR/checkpoints.
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager, which does not ask JAX whether the run stops.
+
+    It would ask with a number of its own, also from its thread, and JAX agrees on the number after the last that it was
+    asked with: one that the run has passed, which would never hear of the stop.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
+class Checkpointer:
+    """Checkpoints of the runs of one workdir, under WORKDIR/checkpoints.
 
     A checkpoint is written under a temporary name and renamed when complete, so that a killed run leaves only complete
     ones. Every process writes its part of the arrays and their digests, against which restored files are checked.
@@ -51,25 +65,34 @@ class Checkpointer(CheckpointFiles):
     ):
         quiet_saves()
         check_name(Path(workdir))
-        folder = Path(workdir).absolute() / "checkpoints"
-        self._from_step = from_step
+        self._folder = Path(workdir).absolute() / "checkpoints"
+        self._config, self._processes, self._from_step = config, processes or run_processes(), from_step
+        self._opened: dict[int, Saved] = {}
         if not read_only:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
         saves = ocp.AsyncOptions(
             timeout_secs=_SAVE_SECONDS,
             barrier_sync_fn=self._digest_and_wait,
-            post_finalization_callback=self._written,
+            post_finalization_callback=lambda: digests.write_digests(self._unfinished()),
         )
+        kept: list[preservation.PreservationPolicy] = [preservation.LatestN(config.keep_checkpoints)]
+        if config.keep_period:
+            kept.append(preservation.EveryNSteps(config.keep_period))
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else config.keep_checkpoints,
-            keep_period=config.keep_period or None,
+            preservation_policy=preservation.AnyPreservationPolicy([preservation.PreserveAll()] if read_only else kept),
             enable_async_checkpointing=not read_only,
             async_options=None if read_only else saves,
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
             create=not read_only,
         )
-        super().__init__(folder, config, processes or run_processes(), options)
+        try:
+            self._manager = _Manager(self._folder, options=options, item_names=ITEMS)
+        except (TypeError, AttributeError, KeyError) as error:  # of Orbax's own notes, where they are damaged
+            raise UserError(
+                f"the checkpoints in {self._folder} cannot be listed ({described(error)}): restore that folder from a "
+                "copy, or give another --workdir"
+            ) from error
 
     def _digest_and_wait(self, *, key: str, timeout_ms: int) -> None:
         """Wait at an Orbax barrier; before the one that follows writing the arrays, write their digests.
@@ -80,30 +103,87 @@ class Checkpointer(CheckpointFiles):
             digests.write_own_digests(self._unfinished(), jax.process_index())
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
-    def _written(self) -> None:
-        """Complete a checkpoint with its digests; Orbax calls this in a thread, on the first process."""
-        digests.write_digests(self._unfinished())
-
     def _unfinished(self) -> Path:
         """Return the folder of the checkpoint that is being saved."""
         return max(self._folder.glob(f"*{digests.UNFINISHED}"), key=lambda path: path.stat().st_mtime)
 
-    def start_step(self) -> int | None:
-        """Return the step of the checkpoint to resume from, or None; raises like `latest_step`.
+    def steps(self) -> list[int]:
+        """Return the steps that have checkpoints, complete or damaged."""
+        return sorted(self._manager.all_steps())
 
-        It is the newest, or `from_step`. Once the run has saved checkpoints after going back to `from_step`, it is the
-        newest of these, so that the same command resumes the run.
+    def open(self, step: int) -> Saved:
+        """Open the checkpoint of a step; its record is read once. Every process has to call this."""
+        if step not in self._opened:
+            self._opened[step] = Saved(step, self._manager, self._config, self._processes)
+        return self._opened[step]
+
+    def newest(self) -> Saved | None:
+        """Open the newest checkpoint, if there is one; raise as `start` does."""
+        return self._agreed(self._manager.latest_step())
+
+    def start(self) -> Saved | None:
+        """Open the checkpoint to resume from, if there is one. Every process has to call this.
+
+        It is the newest, or that of `from_step`. Once the run has saved checkpoints after going back to `from_step`, it
+        is the newest of these, so that the same command resumes the run.
+
+        Raises:
+          UserError: if it is damaged, or of another run.
+          StartError: if the file system shows the processes different ones.
         """
         newest, wanted = self._manager.latest_step(), self._from_step
-        if wanted is None or (newest is not None and self._record(newest)["from_step"] == wanted):
+        if wanted is None or (newest is not None and self._went_back_to(newest) == wanted):
             return self._agreed(newest)
         steps = self.steps()
-        if wanted not in self._manager.all_steps():
+        if wanted not in steps:
             raise UserError(
                 f"--from_step={wanted}: {self._folder} holds no checkpoint of that step (there are "
                 f"{', '.join(map(str, steps)) or 'none'}): give one that is there, or leave the flag out"
             )
         return self._agreed(wanted)
+
+    def _went_back_to(self, newest: int) -> int | None:
+        try:
+            return self.open(newest).from_step
+        except TransientError:
+            raise
+        except UserError:  # a damaged checkpoint, which the run is to leave behind
+            return None
+
+    def _agreed(self, step: int | None) -> Saved | None:
+        """Open a step, after checking that all processes chose the same one."""
+        seen = self._processes.gather(step)
+        if len(set(seen)) > 1:
+            raise StartError(
+                f"the processes see different newest checkpoints in {self._folder} (steps "
+                f"{', '.join(sorted({str(step) for step in seen}))}): start again once all see the same"
+            )
+        return None if step is None else self.open(step)
+
+    def read_newest(self, read: Callable[[Saved | None], T]) -> T:
+        """Apply `read` to the newest checkpoint while the run may still be training and pruning older ones.
+
+        Args:
+          read: checkpoint, None if there is none -> result. It is called again if it fails and a newer checkpoint has
+            appeared, since the older one may have been deleted while it was read.
+
+        Raises:
+          TransientError: if each attempt came too late.
+          UserError: see `start`, and what `read` raises.
+        """
+        newest = None
+        for _ in range(_NEWEST_ATTEMPTS):
+            newest = self._manager.latest_step()
+            try:
+                return read(self.newest())
+            except (UserError, OSError):
+                self._manager.reload()
+                if self._manager.latest_step() == newest:
+                    raise
+        raise TransientError(
+            f"checkpoints in {self._folder} are deleted before they are read, the last of step {newest}: try again "
+            "with faster storage, or let the run keep more checkpoints (keep_checkpoints)"
+        )
 
     def set_aside_after(self, step: int) -> int:
         """Move all later checkpoints to checkpoints_set_aside beside their folder; return their number.
@@ -115,7 +195,7 @@ class Checkpointer(CheckpointFiles):
         later = [other for other in self._manager.all_steps() if other > step]
         if jax.process_index() == 0:
             for other in later:
-                _move_to_new_name(self._folder / str(other), self._folder.with_name(SET_ASIDE))
+                _move_to_new_name(self._folder / str(other), self._folder.with_name(_SET_ASIDE))
         self._processes.barrier("set aside")
         self._manager.reload()
         return len(later)
@@ -140,9 +220,9 @@ class Checkpointer(CheckpointFiles):
         self,
         step: int,
         state: TrainState,
-        data: dict[int, dict],
+        data: Mapping[int, Mapping[str, Any]],
         totals: Totals | None = None,
-        beside: Mapping[str, Any] | None = None,
+        sync_state: Mapping[str, Any] | None = None,
     ) -> None:
         """Start to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
@@ -151,7 +231,7 @@ class Checkpointer(CheckpointFiles):
           state: arrays on their devices.
           data: replica -> position of its data stream, for the replicas of this process.
           totals: the run's totals; None: zeros.
-          beside: protocol state of the run's exchanges, such as the journal of an island.
+          sync_state: protocol state of the run's exchanges, such as the journal of an island.
 
         Raises:
           TransientError: if this checkpoint or the one before could not be written, as on a full disk.
@@ -162,16 +242,16 @@ class Checkpointer(CheckpointFiles):
             str(replica): position for part in self._processes.gather(data) for replica, position in part.items()
         }
         run = record.make_record(self._config, positions["0"]["source"], self._from_step)
-        run["totals"] = (totals or Totals()).to_json()
-        if beside:
-            run["island"] = dict(beside)
+        run |= {"totals": (totals or Totals()).to_json(), **SavedShape.of(self._config.model, state)._asdict()}
+        if sync_state:
+            run["sync_state"] = dict(sync_state)
         with self._saving():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state._asdict()),
                     data=ocp.args.JsonSave(positions),
-                    run=ocp.args.JsonSave(run | SavedShape.of(self._config.model, state)._asdict()),
+                    run=ocp.args.JsonSave(run),
                 ),
             )
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+_COUNTERS = ("unlogged_outer_steps", "evaluated_step")
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -18,6 +20,8 @@ class Totals:
       seconds_waiting_for_data: seconds of these spent waiting for batches: an upper bound of the cost of data, since
         devices compute a step meanwhile.
       seconds_in_outer_steps: seconds of these spent in outer steps.
+      unlogged_outer_steps: the last outer steps taken, which no metrics line has yet.
+      evaluated_step: the step that was evaluated last; 0: none.
     """
 
     tokens: int = 0
@@ -25,6 +29,8 @@ class Totals:
     seconds: float = 0.0
     seconds_waiting_for_data: float = 0.0
     seconds_in_outer_steps: float = 0.0
+    unlogged_outer_steps: int = 0
+    evaluated_step: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Totals":
@@ -33,6 +39,11 @@ class Totals:
 
     def to_json(self) -> dict[str, int | float]:
         return asdict(self)
+
+    @property
+    def figures(self) -> dict[str, int | float]:
+        """Return what metrics lines show: all but the counters that only a resume needs."""
+        return {name: value for name, value in self.to_json().items() if name not in _COUNTERS}
 
     @classmethod
     def of_all(cls, parts: Sequence["Totals"]) -> "Totals":

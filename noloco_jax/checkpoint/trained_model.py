@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from noloco_jax.checkpoint.record import TOKENIZER_FOLDER
+from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import DataConfig, TrainConfig, load_saved
 from noloco_jax.data import ByteTokenizer, RunData, Tokenizer, load_tokenizer
@@ -51,15 +52,15 @@ def load_for_export(
     config = load_saved(workdir)
     checkpointer = Checkpointer(workdir, config, read_only=True)
 
-    def read(step: int | None) -> tuple[PyTree, int]:
-        if step is None:
+    def read(saved: Saved | None) -> tuple[PyTree, int]:
+        if saved is None:
             raise UserError(f"{Path(workdir)} holds no checkpoint: train first, or give another folder")
         if tokenizer is not None:
-            checkpointer.check_tokenizer(step, tokenizer)
-        num_replicas = checkpointer.saved_shape(step).num_replicas
+            saved.check_tokenizer(tokenizer)
+        num_replicas = saved.shape.num_replicas
         if replica is not None and not 0 <= replica < num_replicas:
             raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
-        return checkpointer.restore_params(step, one), num_replicas
+        return saved.params(one), num_replicas
 
     def one(x: np.ndarray) -> np.ndarray:
         if replica is not None:

@@ -6,10 +6,14 @@ Imports nothing heavy by itself, as the memory is settled before anything that s
 import ctypes
 import os
 import platform
+import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from noloco_jax.cores import usable_cores, usable_memory
+from noloco_jax.errors import UserError, described
 
 if TYPE_CHECKING:
     from noloco_jax.config import MeshConfig, TrainConfig
@@ -99,3 +103,49 @@ def use_gpu_memory() -> None:
     if not any(os.environ.get(name) for name in _GPU_FRACTION_NAMES):
         os.environ[_GPU_FRACTION_NAMES[0]] = _GPU_FRACTION
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(usable_memory() >> 30, 1)))
+
+
+# Variables of JAX with which the trainer's programs do not run, their values, and the reason.
+_UNSUITED = (
+    ("JAX_NUMPY_DTYPE_PROMOTION", ("strict",), "the programs mix float32 and bfloat16"),
+    ("JAX_ENABLE_X64", ("1", "true", "yes", "on"), "the programs compute in 32 bits at most"),
+    *(
+        (f"JAX_TRANSFER_GUARD{which}", ("disallow", "disallow_explicit"), "batches and metrics are transferred")
+        for which in ("", "_HOST_TO_DEVICE", "_DEVICE_TO_HOST", "_DEVICE_TO_DEVICE")
+    ),
+)
+
+
+def find_devices() -> list[Any]:
+    """Return all devices of the run, which JAX makes at the first call.
+
+    Raises:
+      UserError: for a variable of the environment with which JAX finds none, or the programs cannot run; it is named.
+    """
+    import jax
+
+    for name, values, reason in _UNSUITED:
+        value = os.environ.get(name, "")
+        if value.lower() in values:
+            raise UserError(f"{name}={value} is set, and {reason}: unset it")
+    _check_xla_flags()
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        if not platforms or jax.distributed.is_initialized():  # then another process may be the reason
+            raise
+        reason = "JAX finds no such device" if isinstance(error, AssertionError) else described(error)
+        raise UserError(
+            f"JAX_PLATFORMS={platforms} cannot be used here ({reason}): correct it, unset it, or install JAX for these "
+            "devices"
+        ) from None
+
+
+def _check_xla_flags() -> None:
+    """Raise `UserError` for an unknown flag in XLA_FLAGS, for which XLA ends its process: here, one that only tries."""
+    if os.environ.get("XLA_FLAGS"):
+        program = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+        tried = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        if unknown := re.search(r"Unknown flags? in XLA_FLAGS: (.*)", tried.stderr):
+            raise UserError(f"XLA_FLAGS has flags that XLA does not know: {unknown[1]}; correct or unset it")

@@ -48,7 +48,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
     try:
         here = _connect(place, timeout)
         _check_same({**{name: importlib.metadata.version(name) for name in _MUST_MATCH}, **flatten(config, "config.")})
-        yield jax.process_count()
+        yield distributed.global_state.num_processes or 1
         jax.distributed.shutdown()
         if threading.current_thread() is threading.main_thread():
             # All is done. Launchers that saw another process end first send a SIGTERM, whose status they would report.
@@ -104,7 +104,7 @@ def _connect(place: Place, timeout: float) -> str:
         ) from None
     except RuntimeError as error:
         raise StartError(f"{' '.join(str(error).split())[:300]}: start all processes again") from None
-    here = f" (process {jax.process_index()} on {socket.gethostname()})"
+    here = f" (process {distributed.global_state.process_id} on {socket.gethostname()})"
     end_with_status_on_abort(
         f"error: JAX ended this process, for the reason above: the same command resumes from the last checkpoint{here}"
     )
@@ -113,10 +113,11 @@ def _connect(place: Place, timeout: float) -> str:
 
 def _check_same(values: Mapping[str, Any]) -> None:
     """Raise `UserError`, on every process, if one has other values than process 0; it names the first that differs."""
+    # Not `jax.process_index`, which would make the devices.
     client: Any = distributed.global_state.client
     texts = {name: repr(value) for name, value in values.items()}
     content = json.dumps([socket.gethostname(), texts])
-    own = f"noloco_jax/same/{{}}/{jax.process_index()}"
+    own = f"noloco_jax/same/{{}}/{distributed.global_state.process_id}"
     client.key_value_set(own.format("values"), content)
     client.key_value_set(own.format("digests"), hashlib.sha256(json.dumps(texts).encode()).hexdigest())
     client.wait_at_barrier("noloco_jax/values", int(1000 * _COMPARE_SECONDS))

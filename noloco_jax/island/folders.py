@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from noloco_jax.checkpoint import elastic
+from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.config import CONFIG_FILE, MeshConfig, TrainConfig, load_saved, save_config
@@ -50,12 +51,12 @@ def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell:
         check_new_folder(out / name)
     checkpoints = Checkpointer(workdir, config, read_only=True)
 
-    def read(step: int | None) -> tuple[int, TrainState, list[dict], Totals]:
-        if step is None:
+    def read(saved: Saved | None) -> tuple[int, TrainState, list[dict], Totals]:
+        if saved is None:
             raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
-        elastic.check_elastic(config, checkpoints.saved_shape(step))
-        positions = elastic.data_positions(checkpoints, step, config.num_replicas)
-        return step, _state(checkpoints, step, config, _flat_programs(config)), positions, checkpoints.totals(step)
+        elastic.check_elastic(config, saved.shape)
+        positions = elastic.data_positions(saved, config.num_replicas)
+        return saved.step, _state(saved, config, _flat_programs(config)), positions, saved.totals
 
     step, whole, positions, totals = checkpoints.read_newest(read)
     checkpoints.close()
@@ -146,16 +147,16 @@ def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
     parts: dict[int, _Part] = {}
     for workdir, checkpoints in opened.items():
         own = replace(configs[workdir], num_replicas=1)
-        count = checkpoints.saved_shape(step).num_replicas
+        saved = checkpoints.open(step)
+        count = saved.shape.num_replicas
         if count != 1:
             raise UserError(f"{workdir} holds {count} replicas and is no island's: give folders of islands")
-        checkpoints.changes(step)  # raises for one of other settings, or of fragments that an earlier version assigned
-        (position,) = checkpoints.positions(step)
+        (position,) = saved.positions
         twin = parts.get(position["replica"])
         if twin is not None:
             raise both_of_one(workdir, twin.workdir, position["replica"])
-        state = _state(checkpoints, step, own, _flat_programs(own))
-        parts[position["replica"]] = _Part(workdir, step, position, state, checkpoints.totals(step))
+        state = _state(saved, own, _flat_programs(own))
+        parts[position["replica"]] = _Part(workdir, step, position, state, saved.totals)
         checkpoints.close()
     first, *others = (parts[replica] for replica in sorted(parts))
     for other in others:
@@ -186,9 +187,9 @@ def _flat_programs(config: TrainConfig) -> Programs:
     return build_programs(flat, make_mesh(flat, jax.devices()[:1]))
 
 
-def _state(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> TrainState:
+def _state(saved: Saved, config: TrainConfig, programs: Programs) -> TrainState:
     """Return the state as numpy arrays with the replicas in front."""
-    return jax.tree.map(np.asarray, elastic.restore(checkpoints, step, config, programs)[0])
+    return jax.tree.map(np.asarray, elastic.restore(saved, config, programs)[0])
 
 
 def _together(*parts: np.ndarray) -> np.ndarray:

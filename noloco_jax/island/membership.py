@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
@@ -164,25 +164,25 @@ class Membership:
         """Return the codec of an island's messages. Raises `UserError` as `codec_of`."""
         return codec_of(solo.wire, solo.message, solo.code, solo.cuts)
 
-    def data_position(self, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
-        """Return the data position at `step`, renumbered where the roster was made longer: see `data.renumbered`.
+    def data_position(self, saved: Saved) -> dict[str, Any]:
+        """Return the data position of a checkpoint, renumbered where the roster was made longer: see `data.renumbered`.
 
         Raises `UserError` where the checkpoint is not this island's.
         """
-        position, *others = checkpoints.positions(step)
+        position, *others = saved.positions
         if others or position["replica"] != self.replica:
             of = f"all {1 + len(others)} replicas" if others else f"replica {position['replica']}"
             raise UserError(
-                f"the checkpoint of step {step} is of {of}, and {self.name} is replica {self.replica}: give its own "
-                "--workdir, or have `island scatter` make one for each island"
+                f"the checkpoint of step {saved.step} is of {of}, and {self.name} is replica {self.replica}: give its "
+                "own --workdir, or have `island scatter` make one for each island"
             )
         return renumbered(position, self.replica, len(self.roster.islands))
 
     @staticmethod
     def journal(resumed: Resumed, config: TrainConfig) -> Journal | None:
         """Return a checkpoint's journal; where no island saved it, that of a run whose exchanges are all done."""
-        if resumed.beside is not None:
-            return Journal.from_json(dict(resumed.beside))
+        if resumed.sync_state is not None:
+            return Journal.from_json(dict(resumed.sync_state))
         if resumed.step == 0:
             return None
         schedule = schedule_of(config)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from noloco_jax.checkpoint.saved import Saved as SavedCheckpoint
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import MeshConfig, TrainConfig, from_dict
 from noloco_jax.data import Tokenizer
@@ -156,7 +157,7 @@ def of_folders(workdirs: Sequence[Path]) -> Source:
 
     def check_tokenizer(tokenizer: Tokenizer) -> None:
         for workdir, config in configs.items():
-            _with_newest(workdir, config, lambda saved, step: saved.check_tokenizer(step, tokenizer))
+            _with_newest(workdir, config, lambda saved: saved.check_tokenizer(tokenizer))
 
     return Source(configs[workdirs[0]], check_tokenizer, parts, {})
 
@@ -236,32 +237,32 @@ def _check_different(configs: Mapping[Path, TrainConfig]) -> None:
             workdirs[replica] = workdir
 
 
-def _replica(checkpoints: Checkpointer, step: int) -> int | None:
+def _replica(saved: SavedCheckpoint) -> int | None:
     """Return the number of an island's replica; None for a checkpoint that does not say it."""
-    return checkpoints.positions(step)[0].get("replica")
+    return saved.positions[0].get("replica")
 
 
 def _read(workdir: Path, config: TrainConfig, removed: Mapping[int, Entry]) -> Part:
-    def read(checkpoints: Checkpointer, step: int) -> Part:
-        replica = _replica(checkpoints, step)
+    def read(saved: SavedCheckpoint) -> Part:
+        replica = _replica(saved)
         if replica is not None and (entry := removed.get(replica)) is not None:
             raise RefusedError(f"{workdir}: {describe(entry)}, and its weights are left out")
-        journal = checkpoints.beside(step)
-        arrays = [np.asarray(x[0]) for x in jax.tree.leaves(checkpoints.restore_params(step))]
+        journal = saved.sync_state
+        arrays = [np.asarray(x[0]) for x in jax.tree.leaves(saved.params())]
         check_finite(f"{workdir}: the checkpoint's", dict(zip(weight_specs(config.model), arrays, strict=True)))
         return Part(-1 if journal is None else journal["round"], arrays)
 
     return _with_newest(workdir, config, read)
 
 
-def _with_newest(workdir: Path, config: TrainConfig, read: Callable[[Checkpointer, int], T]) -> T:
+def _with_newest(workdir: Path, config: TrainConfig, read: Callable[[SavedCheckpoint], T]) -> T:
     """Apply `read` to the newest checkpoint of a folder and return its result."""
     checkpoints = Checkpointer(workdir, config, read_only=True)
 
-    def of(step: int | None) -> T:
-        if step is None:
+    def of(saved: SavedCheckpoint | None) -> T:
+        if saved is None:
             raise UserError(f"{workdir} holds no checkpoint: leave it out, or train first")
-        return read(checkpoints, step)
+        return read(saved)
 
     result = checkpoints.read_newest(of)
     checkpoints.close()

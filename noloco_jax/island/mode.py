@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.cluster.processes import run_processes
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import tell
@@ -60,14 +60,11 @@ class IslandMode:
         self._programs, self._messages = programs, self._member.messages(config, self._solo)
         return self._messages
 
-    def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
-        pass  # `data_positions` finds the checkpoint of another island
-
     def replica_numbers(self, config: TrainConfig) -> tuple[int, int]:
         return self._member.replica, len(self._member.roster.islands)
 
-    def data_positions(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> list[dict[str, Any]]:
-        return [self._member.data_position(checkpoints, step)]
+    def data_positions(self, config: TrainConfig, saved: Saved) -> list[dict[str, Any]]:
+        return [self._member.data_position(saved)]
 
     def connect(
         self,

@@ -58,10 +58,7 @@ class MetricWriter:
       run_config: the configuration that W&B shows for the run.
       writes: False on all processes of a run but the first: nothing is written or observed.
       observe: (step, kind, plain values) of every line that is written.
-
-    Attributes:
-      last_round: the last outer step in the lines kept from an earlier start, -1 if they tell of none; None without a
-        file, and for lines of earlier versions, which do not number them.
+      evaluates_again: the evaluation of `resume_step` will be written again, too.
     """
 
     def __init__(
@@ -69,6 +66,7 @@ class MetricWriter:
         workdir: str | os.PathLike[str],
         *,
         resume_step: int | None,
+        evaluates_again: bool = False,
         tensorboard: bool = True,
         wandb_project: str | None = None,
         wandb_labels: Mapping[str, str] = MappingProxyType({}),
@@ -78,7 +76,6 @@ class MetricWriter:
     ):
         self._file = self._tensorboard = self._wandb = None
         self._observe = observe
-        self.last_round: int | None = None
         if not writes:
             return
         wandb = _import_wandb() if wandb_project else None
@@ -89,10 +86,7 @@ class MetricWriter:
             if resume_step is None:
                 path.replace(path.with_name(path.name + ".old"))
             else:
-                kept = _drop_after(path, resume_step)
-                rounds = [line["round"] for line in kept if line["kind"] == "train" and "round" in line]
-                are_unnumbered = any("outer_step_seconds" in line for line in kept)
-                self.last_round = max(rounds, default=None if are_unnumbered else -1)
+                _drop_after(path, resume_step, evaluates_again)
         self._file = path.open("a", encoding="utf-8")
         try:
             if tensorboard:
@@ -184,11 +178,14 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Rewrite a metrics file atomically without the lines of later steps; return the entries that stay."""
-    kept = [(line, entry) for line, entry in _entries(path, path.read_bytes()) if entry["step"] <= step]
-    write_whole(path, b"".join(line for line, _ in kept))
-    return [entry for _, entry in kept]
+def _drop_after(path: Path, step: int, evaluates_again: bool) -> None:
+    """Rewrite a metrics file atomically without the lines of later steps, and perhaps the evaluation of this one."""
+    kept = [
+        line
+        for line, entry in _entries(path, path.read_bytes())
+        if entry["step"] <= step and not (evaluates_again and (entry["step"], entry["kind"]) == (step, "eval"))
+    ]
+    write_whole(path, b"".join(kept))
 
 
 def _entries(path: Path, content: bytes, before: int = 0) -> list[tuple[bytes, dict[str, Any]]]:

@@ -76,8 +76,8 @@ class OwnCheckpoints:
             run = json.loads((folder / "run" / "metadata").read_bytes())
         except (digests.MismatchError, OSError, ValueError) as error:
             raise UserError(
-                f"the checkpoint {folder} is not whole ({error}): delete that folder to resume from the one before it, "
-                "or from a peer"
+                f"the checkpoint {folder} cannot be read ({error}): restore it from a copy, or move it aside to resume "
+                "from the one before it, or from a peer"
             ) from None
         saved = run["specs"]
         changed = [name for name in {**saved, **self._specs} if saved.get(name) != self._specs.get(name)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from noloco_jax.checkpoint import elastic
-from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.config import TrainConfig
 from noloco_jax.metrics.evaluate import Validation, evaluate
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
@@ -18,7 +18,7 @@ class Resumed(NamedTuple):
     """Start of a run: the step of its checkpoint and the protocol state in it; 0 and None for a new run."""
 
     step: int
-    beside: Mapping[str, Any] | None
+    sync_state: Mapping[str, Any] | None
 
 
 class Mode(Protocol):
@@ -49,16 +49,12 @@ class Mode(Protocol):
         """Build what outer steps need beside the programs; return the messages of replicas. `config` is its own."""
         ...
 
-    def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
-        """Raise `UserError` if this configuration cannot resume the checkpoint of `step`."""
-        ...
-
     def replica_numbers(self, config: TrainConfig) -> tuple[int, int]:
         """Return the number of the first replica here among those that share the data, and how many share them."""
         ...
 
-    def data_positions(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> list[dict[str, Any]]:
-        """Return the position in the data of each replica here, from the checkpoint of `step`."""
+    def data_positions(self, config: TrainConfig, saved: Saved) -> list[dict[str, Any]]:
+        """Return the position in the data of each replica here; raise `UserError` if it cannot resume here."""
         ...
 
     def connect(
@@ -117,14 +113,12 @@ class WholeRun(Mode):
             self.unused = ("outer_step",)
         return messages_of(config, programs.mesh.shape)
 
-    def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
-        elastic.check_elastic(config, checkpoints.saved_shape(step))
-
     def replica_numbers(self, config: TrainConfig) -> tuple[int, int]:
         return 0, config.num_replicas
 
-    def data_positions(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> list[dict[str, Any]]:
-        return elastic.data_positions(checkpoints, step, config.num_replicas)
+    def data_positions(self, config: TrainConfig, saved: Saved) -> list[dict[str, Any]]:
+        elastic.check_elastic(config, saved.shape)
+        return elastic.data_positions(saved, config.num_replicas)
 
     def sync(self, config: TrainConfig, programs: Programs) -> Sync:
         if self._background is None:

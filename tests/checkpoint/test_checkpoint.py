@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,10 @@ def test_saving_does_not_query_jax_for_preemption(tmp_path, monkeypatch):
 def restored(workdir: Path, config: TrainConfig) -> tuple[TrainState, list[dict], str]:
     programs = programs_of(config)
     with Checkpointer(workdir, config) as checkpoints:
-        assert checkpoints.latest_step() == 3
-        state, changed = elastic.restore(checkpoints, 3, config, programs)
-        data = elastic.data_positions(checkpoints, 3, config.num_replicas)
+        newest = checkpoints.newest()
+        assert newest is not None and newest.step == 3
+        state, changed = elastic.restore(newest, config, programs)
+        data = elastic.data_positions(newest, config.num_replicas)
     jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("sharding"), state, programs.state)
     return state, data, changed
 
@@ -128,7 +130,7 @@ def test_totals_are_restored(tmp_path):
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
         checkpoints.save(3, state, positions(4), totals)
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
-        assert checkpoints.totals(3) == totals
+        assert checkpoints.open(3).totals == totals
 
 
 def test_arrays_may_be_donated_while_they_are_saved(tmp_path):
@@ -191,9 +193,10 @@ def test_a_whole_checkpoint_that_does_not_fit_is_never_advised_to_be_deleted(tmp
         raise ValueError("Requested shape: (4, 68, 1) is not compatible with the stored shape: (4, 65, 1)")
 
     with Checkpointer(tmp_path, changed(4)) as checkpoints:
+        found = checkpoints.open(3)
         monkeypatch.setattr(checkpoints._manager, "restore", fails)
         with pytest.raises(UserError, match="is whole, and cannot be restored for this configuration") as raised:
-            checkpoints.restore(3, programs_of(changed(4)).resting)
+            found.state(programs_of(changed(4)).resting)
     assert "delete" not in str(raised.value)
 
 
@@ -203,7 +206,7 @@ def test_elastic_restore_returns_corrections_and_offloaded_outer_state_to_host_m
     state = saved(tmp_path, before)
     programs = offloaded(programs_of(after))
     with Checkpointer(tmp_path, after) as checkpoints:
-        back, _ = elastic.restore(checkpoints, 3, after, programs)
+        back, _ = elastic.restore(checkpoints.open(3), after, programs)
     assert_equal(back, jax.tree.map(lambda x: x[:2] if x.ndim else x, state))
     # The outer state has slow weights, momentum and the pending corrections (Late).
     assert len(jax.tree.leaves(back.outer)) > 3 * len(jax.tree.leaves(back.params))
@@ -222,7 +225,7 @@ def test_restore_each_frees_an_array_before_reading_the_next(tmp_path):
         return x.sum()
 
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
-        checkpoints.restore_each(3, like, jax.tree.map(lambda _: to_nothing, like))
+        checkpoints.open(3).each(like, jax.tree.map(lambda _: to_nothing, like))
     assert len(read) == len(jax.tree.leaves(like))
 
 
@@ -252,19 +255,56 @@ def test_a_state_of_another_optimizer_is_refused_naming_the_config_field(tmp_pat
     saved(tmp_path, CONFIG)
     other = with_muon(CONFIG)
     with Checkpointer(tmp_path, other) as checkpoints, pytest.raises(UserError) as refused:
-        checkpoints.latest_step()
+        checkpoints.newest()
     assert "inner.optimizer='adam', the config has 'muon': give --config.inner.optimizer=adam" in str(refused.value)
 
 
+def test_files_that_orbax_keeps_for_itself_are_not_needed(tmp_path):
+    """Another version of Orbax may write others, which says nothing against a checkpoint."""
+    state = saved(tmp_path, CONFIG)
+    own = [*(tmp_path / "checkpoints/3").rglob("commit_success.txt"), tmp_path / "checkpoints/3/_CHECKPOINT_METADATA"]
+    assert len(own) > 1
+    for path in own:
+        path.unlink()
+    assert_equal(restored(tmp_path, CONFIG)[0], state)
+
+
 @pytest.mark.parametrize("item", ["state", "data", "run"])
-def test_a_checkpoint_without_all_its_parts_is_refused(tmp_path, item):
-    saved(tmp_path, CONFIG)
-    (tmp_path / "checkpoints/3" / item / "commit_success.txt").unlink()
-    with (
-        Checkpointer(tmp_path, CONFIG) as checkpoints,
-        pytest.raises(UserError, match=f"no complete {item}.*: delete that folder"),
-    ):
-        checkpoints.latest_step()
+def test_a_checkpoint_without_one_of_its_parts_is_refused_and_never_to_be_deleted(tmp_path, item):
+    save_steps(tmp_path, 2, 3)
+    shutil.rmtree(tmp_path / "checkpoints/3" / item)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints, pytest.raises(UserError) as refused:
+        checkpoints.open(3).verify()
+    line = str(refused.value)
+    assert f"checkpoints/3 cannot be read ({item}/" in line and "is missing): give --from_step=2 to go on" in line
+    assert "delete that" not in line
+
+
+def test_from_step_goes_back_from_a_damaged_checkpoint_and_sets_it_aside(tmp_path):
+    save_steps(tmp_path, 2, 3)
+    (tmp_path / "checkpoints/3/digests.txt").write_bytes(b"torn")
+    with pytest.raises(UserError, match="give --from_step=2"):
+        start_step(tmp_path, None)
+    assert start_step(tmp_path, 2) == 2
+    with Checkpointer(tmp_path, CONFIG, from_step=2) as checkpoints:
+        assert checkpoints.set_aside_after(2) == 1
+    assert (tmp_path / "checkpoints_set_aside/3/digests.txt").read_bytes() == b"torn"
+
+
+def test_a_record_is_read_once_however_often_it_is_used(tmp_path, monkeypatch):
+    save_steps(tmp_path, 3)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        restore, read = checkpoints._manager.restore, []
+
+        def counted(step: int, args: Any) -> Any:
+            read.append(args)
+            return restore(step, args=args)
+
+        monkeypatch.setattr(checkpoints._manager, "restore", counted)
+        for _ in range(3):
+            found = checkpoints.start()
+            assert found is not None and found is checkpoints.open(3) and found.totals == Totals()
+    assert len(read) == 2  # the run's record and the data positions
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path):
@@ -295,7 +335,8 @@ def save_steps(workdir: Path, *steps: int, from_step: int | None = None) -> None
 
 def start_step(workdir: Path, from_step: int | None, config: TrainConfig = CONFIG) -> int | None:
     with Checkpointer(workdir, config, from_step=from_step, read_only=True) as checkpoints:
-        return checkpoints.start_step()
+        found = checkpoints.start()
+        return found and found.step
 
 
 def test_from_step_sets_later_checkpoints_aside_without_deleting_them(tmp_path):
@@ -304,7 +345,8 @@ def test_from_step_sets_later_checkpoints_aside_without_deleting_them(tmp_path):
     for names in (["8"], ["8", "8.1"]):
         with Checkpointer(tmp_path, CONFIG, from_step=4) as checkpoints:
             assert checkpoints.set_aside_after(4) == 1
-            assert checkpoints.latest_step() == 4
+            newest = checkpoints.newest()
+            assert newest is not None and newest.step == 4
         assert sorted(path.name for path in (tmp_path / "checkpoints_set_aside").iterdir()) == names
         save_steps(tmp_path, 8)
 
@@ -320,9 +362,10 @@ def test_repeating_from_step_resumes_from_the_checkpoint_saved_since(tmp_path):
 def test_a_checkpoint_records_the_config_data_source_and_versions_of_its_run(tmp_path):
     save_steps(tmp_path, 3)
     with Checkpointer(tmp_path, dataclasses.replace(CONFIG, num_steps=7), read_only=True) as checkpoints:
-        assert checkpoints.saved_config(3) == CONFIG
-        assert [str(change) for change in checkpoints.changes(3)] == ["num_steps: 1000 before, 7 now"]
-        assert checkpoints.version_changes(3) == []
+        found = checkpoints.open(3)
+        assert found.config == CONFIG
+        assert [str(change) for change in found.changes] == ["num_steps: 1000 before, 7 now"]
+        assert found.version_changes == []
     record = json.loads((tmp_path / "checkpoints/3/run/metadata").read_text())
     assert record["source"] == {"files": 4}
     assert record["versions"]["jax"] == jax.__version__
@@ -341,7 +384,7 @@ def test_processes_that_see_different_checkpoints_do_not_start(tmp_path, monkeyp
     processes = OneProcess()
     monkeypatch.setattr(processes, "gather", lambda step: [step, 2])
     with Checkpointer(tmp_path, CONFIG, processes) as checkpoints, pytest.raises(StartError, match=r"\(steps 2, 3\)"):
-        checkpoints.latest_step()
+        checkpoints.newest()
 
 
 LOST = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:43187")
@@ -355,9 +398,10 @@ def test_memory_storage_and_peer_errors_are_not_reported_as_checkpoint_damage(tm
         raise error
 
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        found = checkpoints.open(3)
         monkeypatch.setattr(checkpoints._manager, "restore", fail)
         with pytest.raises(type(error)) as raised:
-            checkpoints.restore(3, programs_of(CONFIG).state)
+            found.state(programs_of(CONFIG).state)
     assert raised.value is error
 
 
@@ -401,7 +445,7 @@ def test_a_lost_process_during_a_save_is_not_reported_as_a_full_disk(tmp_path, m
 def test_restore_params_returns_the_saved_weights_on_the_host(tmp_path):
     state = saved(tmp_path, changed(replica=2, fsdp=2))
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
-        params = checkpoints.restore_params(3)
+        params = checkpoints.open(3).params()
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
 
@@ -412,7 +456,7 @@ def test_restore_params_removes_the_vocabulary_padding_of_stages(tmp_path):
         padded = resize_vocabulary(CONFIG.model, state.params, CONFIG.model.vocab_size + 3)
         checkpoints.save(3, state._replace(params=padded), positions(4))
     with Checkpointer(tmp_path, CONFIG, read_only=True) as checkpoints:
-        params = checkpoints.restore_params(3)
+        params = checkpoints.open(3).params()
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
 
 
@@ -426,5 +470,5 @@ def test_restore_params_frees_discarded_rows_before_reading_the_next_array(tmp_p
         return x[[1]]
 
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
-        params = checkpoints.restore_params(3, keep)
+        params = checkpoints.open(3).params(keep)
     assert len(read) == len(jax.tree.leaves(params)) > 1

@@ -80,17 +80,16 @@ def files_of(folder: Path) -> list[str]:
 def resume(workdir: Path) -> TrainState:
     """Restore everything that a run reads to resume."""
     with Checkpointer(workdir, CONFIG, read_only=True) as checkpoints:
-        step = checkpoints.start_step()
-        assert step == 3
-        checkpoints.verify(step)
-        checkpoints.totals(step)
-        elastic.data_positions(checkpoints, step, 4)
-        return checkpoints.restore(step, programs_of(CONFIG).state)
+        found = checkpoints.start()
+        assert found is not None and found.step == 3
+        found.verify()
+        elastic.data_positions(found, 4)
+        return found.state(programs_of(CONFIG).state)
 
 
 def resume_with_fewer_replicas(workdir: Path) -> None:
     with Checkpointer(workdir, FEWER, read_only=True) as checkpoints:
-        elastic.restore(checkpoints, 3, FEWER, programs_of(FEWER))
+        elastic.restore(checkpoints.open(3), FEWER, programs_of(FEWER))
 
 
 def flip_a_bit(path: Path, rng: random.Random) -> None:
@@ -114,7 +113,7 @@ def test_a_flipped_bit_is_refused_naming_the_file_or_changes_nothing(saved, work
                 jax.tree.map(np.testing.assert_array_equal, resume(workdir), state)
                 continue
             with pytest.raises(
-                UserError, match=rf"checkpoints/3 is not whole \({re.escape(name)} .*: delete that"
+                UserError, match=rf"checkpoints/3 cannot be read \({re.escape(name)} .*: start anew"
             ) as refused:
                 resume(workdir)
             assert refused.value.exit_status == 2
@@ -214,6 +213,6 @@ def test_damage_found_by_another_process_is_refused(workdir, monkeypatch):
     monkeypatch.setattr(processes, "gather", lambda reason: [reason, "state/d/1 is missing"])
     with (
         Checkpointer(workdir, CONFIG, processes, read_only=True) as checkpoints,
-        pytest.raises(UserError, match=r"not whole \(state/d/1 is missing\)"),
+        pytest.raises(UserError, match=r"cannot be read \(state/d/1 is missing\)"),
     ):
-        checkpoints.verify(3)
+        checkpoints.open(3).verify()

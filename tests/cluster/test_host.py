@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -210,3 +211,42 @@ def test_usable_memory_is_what_the_control_groups_leave_of_the_machines(tmp_path
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert usable_memory(tmp_path) == (physical if expected is None else expected)
     assert usable_memory(tmp_path / "nowhere") == physical
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"JAX_PLATFORMS": "cuda"}, "error: JAX_PLATFORMS=cuda cannot be used here (JAX finds no such device)"),
+        ({"JAX_PLATFORMS": "nosuch"}, "error: JAX_PLATFORMS=nosuch cannot be used here (RuntimeError: Unable to init"),
+        ({"XLA_FLAGS": "--xla_nosuch=1"}, "error: XLA_FLAGS has flags that XLA does not know: --xla_nosuch=1; correct"),
+        ({"JAX_NUMPY_DTYPE_PROMOTION": "strict"}, "error: JAX_NUMPY_DTYPE_PROMOTION=strict is set, and the programs"),
+        ({"JAX_TRANSFER_GUARD": "disallow"}, "error: JAX_TRANSFER_GUARD=disallow is set, and batches"),
+        ({"JAX_ENABLE_X64": "True"}, "error: JAX_ENABLE_X64=True is set, and the programs compute in 32 bits"),
+    ],
+    ids=lambda value: next(iter(value)) + "=" + next(iter(value.values())) if isinstance(value, dict) else "",
+)
+def test_a_variable_that_stops_jax_is_named_in_one_line(variables, line):
+    if variables == {"JAX_PLATFORMS": "cuda"} and Path("/dev/nvidiactl").exists():
+        pytest.skip("a GPU is here")
+    program = """
+from noloco_jax.cluster.host import find_devices
+from noloco_jax.errors import main_with_errors
+main_with_errors(lambda: print(find_devices()))
+"""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment = {**inherited, "JAX_PLATFORMS": "cpu", **variables}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    (told,) = [one for one in done.stderr.splitlines() if not one.startswith("WARNING:")]
+    assert told.startswith(line)
+
+
+def test_flags_that_xla_knows_change_nothing():
+    program = """
+from noloco_jax.cluster.host import find_devices
+print(len(find_devices()))
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr

@@ -74,11 +74,11 @@ def newest(workdir: Path) -> tuple[int, TrainState, list[dict], Totals]:
     """Read the newest checkpoint of a folder."""
     config = load_saved(workdir)
     with Checkpointer(workdir, config, read_only=True) as checkpoints:
-        step = checkpoints.latest_step()
-        assert step is not None
-        here = replace(config, num_replicas=checkpoints.saved_shape(step).num_replicas)
-        state = checkpoints.restore(step, build_programs(here, make_mesh(here, jax.devices()[:1])).state)
-        return step, state, checkpoints.positions(step), checkpoints.totals(step)
+        found = checkpoints.newest()
+        assert found is not None
+        here = replace(config, num_replicas=found.shape.num_replicas)
+        state = found.state(build_programs(here, make_mesh(here, jax.devices()[:1])).state)
+        return found.step, state, found.positions, found.totals
 
 
 def assert_equal(state: TrainState, expected: TrainState) -> None:
@@ -148,8 +148,13 @@ def test_one_islands_model_is_not_called_a_mean_of_replicas(made, folders):
 def test_a_scattered_island_continues_after_the_last_round_of_its_state_whatever_the_schedule(made):
     for folder in made.scatter("--config.outer.sync_every=2", out="often"):
         checkpoints = Checkpointer(folder, load_saved(folder), read_only=True)
+<<<<<<< HEAD
         journal = Journal.from_json(dict(checkpoints.beside(12) or {}))
         assert made.state.outer is not None and journal.round == made.state.outer.num_outer_steps - 1
+=======
+        journal = Journal.from_json(dict(checkpoints.open(12).sync_state or {}))
+        assert made.state.outer is not None and journal.round == made.state.outer.num_outer_steps - 1
+>>>>>>> 5094d94 (Checkpoints are opened once; a start reads as a list of steps; counters live in the checkpoint; variables that stop JAX are named)
         assert journal.lineage
 
 
@@ -351,7 +356,7 @@ def next_documents(config: TrainConfig, replica: int, num_replicas: int, positio
 def test_replicas_copied_from_one_island_divide_the_rest_of_its_data_share(made, folders):
     config = replace(made.config, elastic="copy")
     with Checkpointer(folders[1], config, read_only=True) as checkpoints:
-        divided = elastic.data_positions(checkpoints, 12, 3)
+        divided = elastic.data_positions(checkpoints.open(12), 3)
     assert [(one["replica"], one["num_replicas"]) for one in divided] == [(i, 3) for i in range(3)]
     read = [set(next_documents(config, i, 3, position)) for i, position in enumerate(divided)]
     assert all(read) and not any(one & other for one, other in itertools.combinations(read, 2))

@@ -450,7 +450,7 @@ def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_isl
     data.write_bytes(bytes(content))
     with (
         nj.Island(roster, "paris", **arguments) as other,
-        pytest.raises(UserError, match=r"is not whole .*delete that"),
+        pytest.raises(UserError, match=r"cannot be read .*move it aside"),
     ):
         other.begin(weights(), rest)
 

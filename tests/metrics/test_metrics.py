@@ -284,13 +284,14 @@ def test_tensorboard_gets_one_series_per_mapping_key(tmp_path):
     assert tensorboard(tmp_path) == [(7, "train/loss_replicas/2", 1.5), (7, "train/loss_replicas/3", 2.5)]
 
 
-def test_a_resumed_writer_knows_the_last_logged_outer_step(tmp_path):
+def test_an_evaluation_that_is_made_again_replaces_the_former_line(tmp_path):
     with MetricWriter(tmp_path, resume_step=None, tensorboard=False) as writer:
-        assert writer.last_round is None
-        for step, round in ((4, 3), (8, 7), (12, 11)):
-            writer.write(step, "train", round=round)
+        for step in (4, 8):
+            writer.write(step, "train")
             writer.write(step, "eval")
-    with MetricWriter(tmp_path, resume_step=10, tensorboard=False) as writer:
-        assert writer.last_round == 7
-    with MetricWriter(tmp_path, resume_step=3, tensorboard=False) as writer:
-        assert writer.last_round == -1
+    MetricWriter(tmp_path, resume_step=8, evaluates_again=True, tensorboard=False).close()
+    assert [(line["step"], line["kind"]) for line in read_metrics(tmp_path)] == [
+        (4, "train"),
+        (4, "eval"),
+        (8, "train"),
+    ]

@@ -87,5 +87,5 @@ def test_each_process_verifies_its_share_and_both_refuse_damage_found_by_one(con
     for status, output in results:
         assert status == 2, processes.report(results)
         [line] = [line for line in output.splitlines() if line.startswith("error: ")]
-        assert f"checkpoints/8 is not whole (state/ocdbt.process_1/d/{damaged.name} does not match its digest" in line
+        assert f"checkpoints/8 cannot be read (state/ocdbt.process_1/d/{damaged.name} does not match its digest" in line
         assert "Traceback" not in output

@@ -60,9 +60,9 @@ def evaluate_on_source(workdir: Path, name: str) -> dict[str, Any]:
         **{field: getattr(mixed.data, field) for field in ("sequence_length", "batch_size", "shuffle_buffer")},
     )
     with Checkpointer(workdir, mixed, read_only=True) as checkpoints:
-        step = checkpoints.latest_step()
-        assert step is not None
-        params = checkpoints.restore_params(step)
+        newest = checkpoints.newest()
+        assert newest is not None
+        params = newest.params()
     count = jax.tree.leaves(params)[0].shape[0]  # an island saves one replica
     config = replace(mixed, data=data, num_replicas=count, mesh=MeshConfig(replica=1))
     programs = build_programs(config, make_mesh(config, jax.devices()[:1]))

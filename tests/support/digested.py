@@ -10,7 +10,9 @@ from pathlib import Path
 from noloco_jax.checkpoint import digests
 
 # Files of a checkpoint without a digest: Orbax writes two of them after the digests, and the third holds them.
-UNLISTED = {"commit_success.txt", "digests.txt", "_CHECKPOINT_METADATA"}
+UNLISTED = {"digests.txt", "_CHECKPOINT_METADATA"} | {
+    f"{item}commit_success.txt" for item in ("", "state/", "data/", "run/")
+}
 
 
 def main() -> None:

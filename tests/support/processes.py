@@ -205,9 +205,9 @@ def metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 def weights(workdir: Path) -> dict[str, np.ndarray]:
     """The fast weights of all replicas in the newest checkpoint."""
     checkpoints = Checkpointer(workdir, load_saved(workdir), read_only=True)
-    step = checkpoints.latest_step()
-    assert step is not None
-    params = checkpoints.restore_params(step)
+    newest = checkpoints.newest()
+    assert newest is not None
+    params = newest.params()
     checkpoints.close()
     return {jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree.leaves_with_path(params)}
 

@@ -21,7 +21,7 @@ from noloco_jax.metrics.console import Progress
 from noloco_jax.metrics.flops import model_flops_per_token
 from noloco_jax.metrics.writer import METRICS_FILE, MetricWriter
 from noloco_jax.spmd.programs import StepMetrics, TrainState
-from noloco_jax.train import loop, sync
+from noloco_jax.train import loop, parts, step_log, sync
 from noloco_jax.train.messages import Messages
 
 
@@ -62,12 +62,14 @@ class Recorder:
         self.done: list[tuple[str, int]] = []
         self.totals = Totals()
         self.beside: Any = None
+        self.saved_totals: list[Totals] = []
         self._stop_at, self._step = stop_at, start
 
     def save(self, step: int, state: Any, data: Any, totals: Totals, beside: Any) -> None:
         self.done.append(("save", step))
         self.beside = beside
         self.totals = totals
+        self.saved_totals.append(totals)
 
     def is_due(self) -> bool:
         self._step += 1
@@ -124,11 +126,12 @@ class Result:
                 outer: Any = SimpleNamespace(round=0)
                 state: Any = TrainState(None, None, outer)
                 self.outcome = loop.train_steps(
-                    loop.Run(config=config, **run), state, start, evaluate_first=evaluate_first
+                    parts.Run(config=config, **run), state, start, evaluate_first=evaluate_first
                 )
             except UserError as error:
                 self.error = str(error)
         self.done, self.totals, self.beside = recorder.done, recorder.totals, recorder.beside
+        self.saved_totals = recorder.saved_totals
         self.lines = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
 
 
@@ -239,7 +242,7 @@ def test_mfu_is_written_only_if_the_device_peak_is_known(tmp_path, monkeypatch):
 def test_losses_are_keyed_by_replica_number_on_any_device_layout(devices):
     mesh = jax.make_mesh(devices, ("replica", "stage"), (AxisType.Auto,) * 2)
     losses = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("replica")))
-    assert loop._by_replica(losses) == {replica: float(replica) for replica in range(8)}
+    assert step_log._by_replica(losses) == {replica: float(replica) for replica in range(8)}
 
 
 class SlowSync:
@@ -370,22 +373,34 @@ def test_exchange_news_are_written_as_separate_metrics_lines(tmp_path, monkeypat
     assert {line["kind"] for line in result.lines} == {"exchange", "train"}
 
 
-@pytest.mark.parametrize(
-    ("start", "last_round", "unlogged"),
-    [
-        (19, 15, (16, 3)),
-        (19, None, (16, 3)),  # without a metrics file
-        (24, 23, None),
-        (20, 19, None),  # step 20 was logged, as the run was to end there
-        (19, 13, (14, 5)),  # an earlier start had other outer steps
-        (7, -1, (0, 7)),  # the metrics file tells of none
-    ],
-)
-def test_a_resumed_run_finds_the_outer_steps_that_were_never_logged(start, last_round, unlogged):
-    """Every inner step is followed by an outer step, and every eighth by a metrics line."""
-    fields = {"num_replicas": 2, "num_steps": 40, "log_every": 8, "outer": {"fragments": 4, "sync_every": 4}}
+def test_outer_steps_that_no_line_has_yet_are_logged_by_the_next_start():
+    """Every inner step is followed by an outer step."""
     exchanges = SimpleNamespace(groups=lambda number: ((0, 1),))
-    run: Any = SimpleNamespace(config=from_dict(fields), sync=exchanges, metrics=SimpleNamespace(last_round=last_round))
-    state: Any = SimpleNamespace(outer=SimpleNamespace(round=np.int32(start)))
-    found = loop._unlogged(run, state, start)
-    assert (found and (found.first, found.count)) == unlogged
+    state: Any = SimpleNamespace(outer=SimpleNamespace(num_outer_steps=np.int32(19)))
+    found = {
+        count: step_log._unlogged(SimpleNamespace(sync=exchanges, totals=Totals(unlogged_outer_steps=count)), state)  # type: ignore[arg-type]
+        for count in (0, 3)
+    }
+    assert found[0] is None
+    assert found[3] is not None and (found[3].first, found[3].count) == (16, 3)
+
+
+WARM = {"inner": {"warmup_steps": 0}}
+
+
+def test_outer_steps_are_logged_together_and_a_save_counts_those_not_logged(tmp_path, monkeypatch):
+    class EveryStep(sync.Sync):
+        def after_step(self, state: Any, step: int, stride: int) -> tuple[Any, sync.OuterSteps | None]:  # type: ignore[override]
+            return state, sync.OuterSteps(step - 1, 1, 0.0, None)
+
+        def finish(self, state: Any, step: int) -> Any:
+            return state
+
+        def groups(self, number: int) -> Any:
+            return ((0, 1),)
+
+    config = from_dict({"num_replicas": 2, "num_steps": 6, "log_every": 4, "checkpoint_every": 3} | WARM)
+    result = Result(tmp_path, monkeypatch, config=config, exchanges=EveryStep())
+    lines = [line for line in result.lines if line["kind"] == "train"]
+    assert [(line["step"], line["outer_steps"], line["round"]) for line in lines] == [(4, 4, 3), (6, 2, 5)]
+    assert [totals.unlogged_outer_steps for totals in result.saved_totals] == [3, 0]
