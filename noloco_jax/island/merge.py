@@ -15,7 +15,7 @@ import numpy as np
 from noloco_jax.checkpoint.saved import Saved as SavedCheckpoint
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import MeshConfig, TrainConfig, from_dict
-from noloco_jax.data import Tokenizer
+from noloco_jax.data import RunData, Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.island.folders import both_of_one, configs_of_islands
 from noloco_jax.islands.client import Client
@@ -208,7 +208,8 @@ def evaluation_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | No
     Raises `UserError` where the data are not there.
     """
     alone = replace(config, num_replicas=1, mesh=MeshConfig(replica=1, stage=1, fsdp=1, tensor=1))
-    validation = read_validation(config, tokenizer)
+    data = RunData(config.data, seed=config.seed, vocab_size=config.model.vocab_size)
+    validation = read_validation(data, tokenizer, config.eval_batches)
     programs = build_programs(alone, make_mesh(alone, jax.devices()[:1]))
     placed = jax.device_put(jax.tree.map(lambda x: x[None], params), shardings_of(programs.state.params))
     return evaluate_alone(programs, placed, validation)

@@ -21,7 +21,7 @@ def test_an_islands_figures_reach_tensorboard_wandb_and_watchers(tmp_path: Path,
     mode = IslandMode(Membership(roster, "paris", None))
     recent = Recent()
     mode._agent = SimpleNamespace(recent=recent)  # pyright: ignore[reportAttributeAccessIssue]
-    with _open_metrics(small(), tmp_path, None, "project", mode) as metrics:
+    with _open_metrics(small(), tmp_path, None, False, "project", mode) as metrics:
         metrics.write(10, "train", loss=2.5, grad_norm=1.0, tokens_per_second=100.0)
         metrics.write(12, "exchange", partner="rome", participation=0.5, goodput=0.75)
         metrics.write(12, "eval", island="paris", perplexity=9.0)

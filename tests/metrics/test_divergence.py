@@ -1,6 +1,7 @@
 """Signs of a diverging run: warnings about loss and movement, none without cause, and states that are not finite."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from rich.console import Console
 from noloco_jax.checkpoint import elastic
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.divergence import Proportion, Rise, is_finite
-from noloco_jax.train import training
+from noloco_jax.train.resume import restored_state
 
 
 def warned_steps(losses):
@@ -112,4 +113,5 @@ def test_resuming_from_a_checkpoint_with_non_finite_values_is_refused(monkeypatc
     monkeypatch.setattr(elastic, "restore", lambda *_: (restored, ""))
     nothing: Any = None
     with pytest.raises(UserError, match=r"checkpoint of step 5 has values that are not finite.*--from_step"):
-        training._restore_state(nothing, nothing, nothing, 5, None, Console(quiet=True))
+        saved: Any = SimpleNamespace(step=5)
+        restored_state(nothing, nothing, nothing, saved, None, Console(quiet=True))

@@ -8,8 +8,10 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +21,10 @@ from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.metrics import memory
 from noloco_jax.model.huggingface import save_folder
+from noloco_jax.train import inputs
 from noloco_jax.train import training as trainer
+from noloco_jax.train.inputs import given_weights
+from noloco_jax.train.resume import check_end
 from noloco_jax.train.training import train
 from support import processes
 from support.data_makers import write_c4
@@ -146,7 +151,7 @@ def test_a_memory_estimate_beyond_any_device_is_refused_before_reading_data(
 ):
     monkeypatch.setattr(trainer, "read_validation", lambda *_, **__: pytest.fail("data were read before the refusal"))
     line = refusal(config, tmp_path, "--config.data.batch_size=2147483647", dry_run=dry_run)
-    assert re.search(r"estimated at [\d.]+ TiB a device, and none has more than 64 TiB: lower data\.batch_size", line)
+    assert re.search(r"estimated at [\d.]+ TiB a device, and none has more than 64 TiB: raise num_microbatches", line)
 
 
 def test_a_memory_estimate_above_the_device_memory_warns(config, tmp_path, monkeypatch):
@@ -193,6 +198,11 @@ def of_steps(**values: object) -> TrainConfig:
     return from_dict({"inner": {"warmup_steps": 0}, **values})
 
 
+def saved_at(step: int, **values: object) -> Any:
+    """Return what a checkpoint of a step says of its run."""
+    return SimpleNamespace(step=step, config=of_steps(**values))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -202,24 +212,34 @@ def of_steps(**values: object) -> TrainConfig:
 )
 def test_a_run_that_would_end_without_its_last_step_is_refused(values, message):
     with pytest.raises(UserError, match=message):
-        trainer._check_end(of_steps(**values), of_steps(num_steps=16), 8)
+        check_end(of_steps(**values), saved_at(8, num_steps=16))
 
 
 def test_a_run_may_end_at_its_checkpoint_or_go_on():
     for before, now in [(16, 8), (16, 9), (8, 4), (8, 8)]:
-        trainer._check_end(of_steps(num_steps=now), of_steps(num_steps=before), 8)
+        check_end(of_steps(num_steps=now), saved_at(8, num_steps=before))
 
 
 def test_weights_that_lie_beside_another_tokenizer_are_refused(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     config = from_dict({"model": sizes, "init_from": str(tmp_path / "model")})
     save_folder(config.init_from, random_params(config.model), config.model, "byte", max_position_embeddings=8)
-    trainer._given_weights(config, ByteTokenizer())
+    given_weights(config, ByteTokenizer())
     path = tmp_path / "model" / "tokenizer.json"
     words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": words}))
     with pytest.raises(UserError, match=r"data\.tokenizer='byte' makes other token ids than the tokenizer"):
-        trainer._given_weights(config, ByteTokenizer())
+        given_weights(config, ByteTokenizer())
+
+
+def test_weights_that_are_not_finite_are_refused_at_the_start_naming_the_array(tmp_path, monkeypatch):
+    """The rate is not to blame for them."""
+    config = from_dict({"init_from": str(tmp_path)})
+    params = {"blocks": {"up": np.ones((2, 3), np.float32)}, "embed": np.full((4, 3), np.nan, np.float32)}
+    monkeypatch.setattr(inputs, "load_params", lambda *_: params)
+    with pytest.raises(UserError, match=r"has values in \['embed'\] that are not finite") as refused:
+        given_weights(config, None)
+    assert "lr" not in str(refused.value)
 
 
 def test_a_complete_run_tells_of_settings_that_come_too_late(config, trained, tmp_path, capsys):
@@ -287,21 +307,20 @@ def test_a_truncated_data_file_ends_the_run_and_keeps_its_checkpoints(config, tm
     [(status, output)] = processes.run(config, tmp_path, *arguments)
     assert status == 2, output
     *_, last = output.strip().splitlines()
-    assert last.startswith("error: ")
+    assert last.startswith("error: "), output
     assert name in last
     assert processes.weights(tmp_path)
 
 
 @pytest.mark.parametrize(("shard", "reader"), [(1, 0), (2, 1)])
-def test_a_truncated_data_file_of_one_process_is_named_by_all_processes(config, tmp_path, shard, reader):
+def test_a_truncated_data_file_of_one_process_is_named_by_it_and_ends_all(config, tmp_path, shard, reader):
     name, arguments = write_truncated_shard(tmp_path / "c4", shard)
     run = processes.start(config, tmp_path, *arguments, number=2)
     assert processes.wait_until(processes.reached(tmp_path, 20), run)
     results = processes.finish(run, patience=120)
-    assert [status for status, _ in results] == [2, 2], processes.report(results)
-    for _, output in results:
-        [line] = error_lines(output)
-        assert name in line and f"process {reader} on" in line
+    assert (results[reader][0], results[1 - reader][0]) == (2, 1), processes.report(results)
+    [line] = error_lines(results[reader][1])
+    assert name in line and f"process {reader} on" in line
     assert processes.weights(tmp_path)
 
 
