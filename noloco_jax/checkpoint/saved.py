@@ -100,8 +100,8 @@ class Saved:
         """Raise `UserError` if the run was trained with another tokenizer, compared by fingerprint."""
         if self._tokenizer not in (None, tokenizer.fingerprint):
             raise UserError(
-                f"the tokenizer {tokenizer.name!r} is not the one that the run in {self.folder.parents[1]} was "
-                f"trained with (fingerprint {self._tokenizer}, now {tokenizer.fingerprint}): restore its files, or name it"
+                f"the tokenizer {tokenizer.name!r} is not the one that the run in {self.folder.parents[1]} was trained "
+                f"with (fingerprint {self._tokenizer}, now {tokenizer.fingerprint}): restore its files, or name it"
             )
 
     def verify(self) -> str:
