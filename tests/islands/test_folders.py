@@ -148,13 +148,8 @@ def test_one_islands_model_is_not_called_a_mean_of_replicas(made, folders):
 def test_a_scattered_island_continues_after_the_last_round_of_its_state_whatever_the_schedule(made):
     for folder in made.scatter("--config.outer.sync_every=2", out="often"):
         checkpoints = Checkpointer(folder, load_saved(folder), read_only=True)
-<<<<<<< HEAD
-        journal = Journal.from_json(dict(checkpoints.beside(12) or {}))
-        assert made.state.outer is not None and journal.round == made.state.outer.num_outer_steps - 1
-=======
         journal = Journal.from_json(dict(checkpoints.open(12).sync_state or {}))
         assert made.state.outer is not None and journal.round == made.state.outer.num_outer_steps - 1
->>>>>>> 5094d94 (Checkpoints are opened once; a start reads as a list of steps; counters live in the checkpoint; variables that stop JAX are named)
         assert journal.lineage
 
 

@@ -123,7 +123,7 @@ class Result:
             run |= {"sync": exchanges or sync.CollectiveSync(config, run["programs"])}
             self.outcome, self.error = None, None
             try:
-                outer: Any = SimpleNamespace(round=0)
+                outer: Any = SimpleNamespace(num_outer_steps=0)
                 state: Any = TrainState(None, None, outer)
                 self.outcome = loop.train_steps(
                     parts.Run(config=config, **run), state, start, evaluate_first=evaluate_first
