@@ -22,7 +22,7 @@ from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.moe import Moe, MoeBlock, _mixed
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import StepMetrics, build_programs
-from support import modes
+from noloco_jax.spmd.sharding import hidden_dimension
 from support.inner_steps import batch_of, losses, metrics
 from support.layouts import some_devices
 from support.model_makers import random_params
@@ -204,31 +204,14 @@ def test_cached_decoding_is_the_argmax_of_the_plain_forward_pass():
     np.testing.assert_array_equal(ids_BS[:, 3:], np.argmax(logits_BTV, axis=-1)[:, 2:])
 
 
-class FewBlock(MoeBlock):
-    """A layer of experts, biases and norms, one of each kind, as an outer step is compiled for every parameter."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
-        for alike in ("q", "k", "v", "o", "k_bias", "v_bias", "k_norm", "mlp_norm", "up"):
-            delattr(self, alike)
-
-    def __call__(self, h_BTD: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
-        return h_BTD, jnp.float32(0)
-
-
-class Few(Moe):
-    """A mixture of experts that has outer steps only."""
-
-    block = FewBlock
-
-
-def test_outer_steps_of_fragments_cut_experts_biases_and_norms_alike_on_every_mesh():
-    outer = dataclasses.replace(modes.CONFIG.outer, sync_every=2, fragments=4)
-    config = dataclasses.replace(modes.CONFIG, outer=outer)
-    config = dataclasses.replace(config, model=dataclasses.replace(EVERY_PART, kind=f"{Few.__module__}:Few"))
-    expected = modes.own_loop(config)
-    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
-    jax.tree.map(close, modes.one_program(config, MeshConfig(replica=2, stage=2, tensor=2)), expected)
+def test_fragments_cut_experts_biases_and_norms_along_their_hidden_dimension():
+    """The embedding (vocabulary, hidden) along its columns; what has no hidden dimension along its last."""
+    cuts = jax.tree.map_with_path(
+        lambda path, x: hidden_dimension(EVERY_PART, path, x.shape), kind.param_shapes(EVERY_PART)
+    )
+    last = dict.fromkeys(("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "attention_norm", "mlp_norm"), 1)
+    blocks = last | {"q": 1, "k": 1, "v": 1, "o": 2, "router": 1, "gate": 2, "up": 2, "down": 3}
+    assert cuts == {"embed": 1, "blocks": blocks, "norm": 0, "head": 0}
 
 
 def test_muon_takes_experts_separately_and_no_router():
