@@ -10,7 +10,7 @@ import pytest
 
 from noloco_jax.config import from_dict, load_config
 from noloco_jax.metrics.console import Progress
-from noloco_jax.metrics.evaluate import Validation, evaluate
+from noloco_jax.metrics.evaluate import Validation, evaluate, evaluate_alone
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -121,6 +121,20 @@ def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
     np.testing.assert_allclose(figures["perplexity_replicas"], np.exp(mean_loss(placed)), rtol=1e-5)
     assert figures["perplexity"] == pytest.approx(np.exp(mean_loss(placed).mean()), rel=1e-5)
     assert figures["replica_spread"] == pytest.approx(replica_spread(jax.tree.leaves(params)), rel=1e-6)
+
+
+def test_a_single_replica_is_evaluated_as_among_others_and_each_source_by_itself(replicas):
+    programs, params, placed = replicas
+    data = {"batch_size": 2, "sequence_length": 8}
+    config = from_dict({"method": "local", "num_replicas": 1, "model": TINY, "data": data})
+    alone = build_programs(config, make_mesh(config, jax.devices()[:1]))
+    first = jax.device_put(jax.tree.map(lambda x: x[:1], params), jax.devices()[0])
+    tokens = np.random.default_rng(2).integers(0, 32, (2, 2, 2, 8), dtype=np.int32)
+    batches = [{"input_ids": ids, "labels": labels} for ids, labels in tokens]
+    found = evaluate_alone(alone, first, Validation(batches, {"web": batches[1:]}))
+    one, two = (evaluate(programs, placed, Validation(part)) for part in (batches, batches[1:]))
+    assert found["perplexity"] == pytest.approx(one["perplexity_replicas"][0], rel=1e-5)
+    assert found["perplexity_by_source"] == {"web": pytest.approx(two["perplexity_replicas"][0], rel=1e-5)}
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 100.0], ids=["no clipping", "a gradient within the bound"])

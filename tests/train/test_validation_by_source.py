@@ -1,7 +1,6 @@
-"""Validation of each source of a mixture, in a run and an island, against a run on that source alone."""
+"""Validation of each source of a mixture, against an evaluation on that source alone."""
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,16 @@ import pytest
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import MeshConfig, TrainConfig, load_saved
 from noloco_jax.data import ByteTokenizer
-from noloco_jax.formatting import format_perplexity
 from noloco_jax.metrics.evaluate import Validation, evaluate
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
 from support import processes
-from support.archipelago import Archipelago
 from support.data_makers import validation_batches, write_json_lines
 
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mixture(config) -> tuple[str, ...]:
     """Return flags that replace the run's data by a mixture: its text files, and JSON lines of numbers."""
     folder = config.parent / "numbers"
@@ -40,16 +37,6 @@ def mixture(config) -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(scope="module")
-def virtual(config, mixture) -> Path:
-    """Return the workdir of the run in one process, all replicas on one device."""
-    return processes.trained(config, "virtual", "--config.mesh.replica=1", *mixture)
-
-
-def last_evaluation(workdir: Path) -> dict[str, Any]:
-    return [line for line in processes.metrics(workdir) if line["kind"] == "eval"][-1]
-
-
 def evaluate_on_source(workdir: Path, name: str) -> dict[str, Any]:
     """Evaluate the newest checkpoint's replicas on the validation data of one source."""
     mixed = load_saved(workdir)
@@ -63,48 +50,23 @@ def evaluate_on_source(workdir: Path, name: str) -> dict[str, Any]:
         newest = checkpoints.newest()
         assert newest is not None
         params = newest.params()
-    count = jax.tree.leaves(params)[0].shape[0]  # an island saves one replica
-    config = replace(mixed, data=data, num_replicas=count, mesh=MeshConfig(replica=1))
+    config = replace(mixed, data=data, mesh=MeshConfig(replica=1))
     programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
     params = jax.device_put(params, shardings_of(programs.state.params))
     batches = validation_batches(data, ByteTokenizer(), num_batches=config.eval_batches)
     return evaluate(programs, params, Validation(batches))
 
 
-def test_each_source_is_evaluated_as_in_a_run_on_that_source_alone(virtual):
-    found = last_evaluation(virtual)
+def test_each_source_is_named_and_evaluated_as_if_it_were_the_only_one(config, mixture):
+    workdir = config.parent / "run"
+    [(status, output)] = processes.run(config, workdir, "--config.mesh.replica=1", *mixture)
+    assert status == 0, output
+    assert re.search(r"^data +25 % numbers: jsonl in .*\n +75 % text: text in ", output, re.MULTILINE), output
+    found = [line for line in processes.metrics(workdir) if line["kind"] == "eval"][-1]
     assert set(found["perplexity_by_source"]) == {"text", "numbers"}
     for name in ("text", "numbers"):
-        alone = evaluate_on_source(virtual, name)
+        alone = evaluate_on_source(workdir, name)
         assert found["perplexity_by_source"][name] == pytest.approx(alone["perplexity"], rel=1e-6)
         assert found["perplexity_merged_by_source"][name] == pytest.approx(alone["perplexity_merged"], rel=1e-6)
     low, high = sorted(found["perplexity_by_source"].values())
     assert high > 1.05 * low and low < found["perplexity"] < high
-
-
-def test_several_processes_evaluate_the_sources_alike(config, mixture, virtual):
-    mine, theirs = last_evaluation(processes.trained(config, "two", *mixture, number=2)), last_evaluation(virtual)
-    for name in ("perplexity_by_source", "perplexity_merged_by_source"):
-        assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
-
-
-def test_a_resumed_run_evaluates_the_sources_again(config, mixture, virtual):
-    workdir = config.parent / "resumed"
-    shutil.copytree(virtual, workdir)
-    shutil.rmtree(workdir / "checkpoints/24")
-    [(status, output)] = processes.run(config, workdir, "--config.mesh.replica=1", *mixture)
-    assert status == 0 and "resuming from the checkpoint of step 12" in output, output
-    assert re.search(r"^data +25 % numbers: jsonl in .*\n +75 % text: text in ", output, re.MULTILINE), output
-    assert processes.metrics(workdir) == processes.metrics(virtual)
-
-
-def test_an_island_evaluates_the_sources(config, mixture, tmp_path):
-    arguments = (f"--config={config}", "--config.num_replicas=2", *mixture)
-    with Archipelago(tmp_path, ("berlin", "paris"), arguments, processes.environment(config)) as islands:
-        islands.train()
-        found = islands.lines("paris", "eval")[-1]["perplexity_by_source"]
-        numbers, text = (format_perplexity(found[name]) for name in ("numbers", "text"))
-        assert f"of island paris, on numbers {numbers}, on text {text}" in islands.said("paris")
-    workdir = islands.workdir("paris")
-    for name in ("text", "numbers"):
-        assert found[name] == pytest.approx(evaluate_on_source(workdir, name)["perplexity"], rel=1e-6)
