@@ -28,8 +28,7 @@ class Method:
       name: value of `config.method`.
       describe: config -> a line for people.
       check: config -> None; raises `UserError` if the configuration does not fit the method.
-      outer_optimizer: (config, axis_name, cut of the parameters) -> the outer optimizer; None for methods without outer
-        steps.
+      outer_optimizer: (config, axis_name, fragments) -> the outer optimizer; None for methods without outer steps.
       defaults: field of `outer` -> its default (None: derived from other fields). The method ignores a field that only
         other rows have.
       pairing: config -> the pairing or graphs; None if all replicas or none exchange.

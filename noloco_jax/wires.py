@@ -11,11 +11,10 @@ BLOCK = 64  # the most weights in a block
 SCALE_BYTES = 2
 WINDOW_BYTES = 1
 CHECK_BYTES = 1  # checksum of a block in the modulo format: see `exchange.modulo`
-NOT_REAL = "wire={wire!r} rounds real numbers and the parameters hold {dtype}: use wire='float32'"
 
 
-class Cut(NamedTuple):
-    """Cut of an array (..., rows, length) into blocks; it depends on the shape alone, not on the mesh.
+class BlockShape(NamedTuple):
+    """Division of an array (..., rows, length) into blocks; it depends on the shape alone, not on the mesh.
 
     Attributes:
       rows: number of neighbouring rows that are joined, if a row is shorter than half a block; else 1.
@@ -29,8 +28,8 @@ class Cut(NamedTuple):
     size: int
 
 
-def cut_of(shape: tuple[int, ...], largest: int = BLOCK) -> Cut:
-    """Cut an array of that shape into blocks: nearly equal parts of its rows, of at most `largest` weights.
+def block_shape(shape: tuple[int, ...], largest: int = BLOCK) -> BlockShape:
+    """Divide an array of that shape into blocks: nearly equal parts of its rows, of at most `largest` weights.
 
     Only arrays of 32 or more rows have 2, 4 or 8 rows joined: pipeline stages split the vocabulary at multiples of 8
     rows, but stacked layers, of which there are few, at any row.
@@ -41,7 +40,7 @@ def cut_of(shape: tuple[int, ...], largest: int = BLOCK) -> Cut:
         while rows < 8 and 2 * rows * length <= largest:
             rows *= 2
     count = max(1, -(-rows * length // largest))
-    return Cut(rows, count, max(8, -(-rows * length // (8 * count)) * 8))
+    return BlockShape(rows, count, max(8, -(-rows * length // (8 * count)) * 8))
 
 
 def block_bytes(wire: str) -> int:

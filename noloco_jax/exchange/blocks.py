@@ -2,7 +2,7 @@
 
 Blocks lie along the hidden dimension: weights along it belong to one token or one unit and move alike, whereas
 neighbouring tokens may be a frequent and a rare one. Block boundaries depend only on the shape of a replica's
-parameter (`wires.cut_of`), so that a message is the same on every mesh.
+parameter (`wires.block_shape`), so that a message is the same on every mesh.
 """
 
 import functools
@@ -15,49 +15,49 @@ from jax.sharding import PartitionSpec
 
 from noloco_jax.exchange.axes import num_parts
 from noloco_jax.outer.fragments import FLAT, Fragments
-from noloco_jax.wires import BLOCK, cut_of
+from noloco_jax.wires import BLOCK, block_shape
 
 PyTree = Any
 
 
-def cuts_or_last(tree: PyTree, cuts: PyTree = None) -> PyTree:
-    """Return `cuts`, or the last dimension of every array if it is None."""
-    return jax.tree.map(lambda x: x.ndim - 1 if x.ndim else FLAT, tree) if cuts is None else cuts
+def _dims_or_last(tree: PyTree, dims: PyTree = None) -> PyTree:
+    """Return `dims`, or the last dimension of every array if it is None."""
+    return jax.tree.map(lambda x: x.ndim - 1 if x.ndim else FLAT, tree) if dims is None else dims
 
 
-def tree_in_blocks(tree: PyTree, cuts: PyTree = None, largest: int = BLOCK) -> PyTree:
+def tree_in_blocks(tree: PyTree, dims: PyTree = None, largest: int = BLOCK) -> PyTree:
     """Reshape arrays to blocks (..., blocks, weights of a block).
 
     Args:
       tree: arrays of any shapes.
-      cuts: the dimension of each array along which blocks lie, a tree like it; FLAT: the array is raveled. None: the
+      dims: the dimension of each array along which blocks lie, a tree like it; FLAT: the array is raveled. None: the
         last dimension.
       largest: maximum number of weights in a block.
     """
 
-    def one(x: jax.Array, cut: int) -> jax.Array:
-        turned = _hidden_last(x, cut)
-        if num_parts() > 1 and (cut == FLAT or largest > BLOCK or cut_of(turned.shape, largest).rows > 1):
+    def one(x: jax.Array, dim: int) -> jax.Array:
+        turned = _hidden_last(x, dim)
+        if num_parts() > 1 and (dim == FLAT or largest > BLOCK or block_shape(turned.shape, largest).rows > 1):
             # Such blocks may straddle shards, on which XLA can abort (jax 0.10.2), so the array is gathered first.
             turned = jax.lax.with_sharding_constraint(turned, PartitionSpec(*[None] * turned.ndim))
         return in_blocks(turned, largest)
 
-    return jax.tree.map(one, tree, cuts_or_last(tree, cuts))
+    return jax.tree.map(one, tree, _dims_or_last(tree, dims))
 
 
-def tree_from_blocks(blocks: PyTree, like: PyTree, cuts: PyTree = None, largest: int = BLOCK) -> PyTree:
+def tree_from_blocks(blocks: PyTree, like: PyTree, dims: PyTree = None, largest: int = BLOCK) -> PyTree:
     """Invert `tree_in_blocks`: return arrays of the shapes of `like`, in the dtype of their blocks."""
 
-    def one(x: Any, cut: int, blocks: jax.Array) -> jax.Array:
-        turned = from_blocks(blocks, _turned(x.shape, cut), largest)
-        return turned.reshape(x.shape) if cut == FLAT else jnp.moveaxis(turned, -1, cut)
+    def one(x: Any, dim: int, blocks: jax.Array) -> jax.Array:
+        turned = from_blocks(blocks, _turned(x.shape, dim), largest)
+        return turned.reshape(x.shape) if dim == FLAT else jnp.moveaxis(turned, -1, dim)
 
-    return jax.tree.map(one, like, cuts_or_last(like, cuts), blocks)
+    return jax.tree.map(one, like, _dims_or_last(like, dims), blocks)
 
 
 def in_blocks(x: jax.Array, largest: int = BLOCK) -> jax.Array:
     """Reshape an array (..., length) to (..., blocks, weights of a block), padding its rows with zeros."""
-    rows, count, size = cut_of(x.shape, largest)
+    rows, count, size = block_shape(x.shape, largest)
     if rows > 1:
         x = _filled(x, -2, rows)
         x = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows * x.shape[-1])
@@ -67,7 +67,7 @@ def in_blocks(x: jax.Array, largest: int = BLOCK) -> jax.Array:
 
 def from_blocks(blocks: jax.Array, shape: tuple[int, ...], largest: int = BLOCK) -> jax.Array:
     """Invert `in_blocks` for an array of that shape."""
-    rows = cut_of(shape, largest).rows
+    rows = block_shape(shape, largest).rows
     joined = blocks.reshape(*blocks.shape[:-2], math.prod(blocks.shape[-2:]))[..., : rows * shape[-1]]
     if rows > 1:
         joined = joined.reshape(*joined.shape[:-2], rows * joined.shape[-2], shape[-1])[..., : shape[-2], :]
@@ -94,7 +94,7 @@ def block_counts(shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
     of rows.
     """
     turned = _turned(shape, hidden)
-    rows, count, _ = cut_of(turned)
+    rows, count, _ = block_shape(turned)
     counts = [*turned[:-1], count]
     if rows > 1:
         counts[-2] = -(-counts[-2] // rows)
@@ -103,13 +103,13 @@ def block_counts(shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _hidden_last(x: jax.Array, cut: int) -> jax.Array:
-    return jnp.ravel(x) if cut == FLAT else jnp.moveaxis(x, cut, -1)
+def _hidden_last(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.ravel(x) if dim == FLAT else jnp.moveaxis(x, dim, -1)
 
 
-def _turned(shape: tuple[int, ...], cut: int) -> tuple[int, ...]:
+def _turned(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     """Return the shape that `_hidden_last` gives an array of that shape."""
-    return (math.prod(shape),) if cut == FLAT else (*shape[:cut], *shape[cut + 1 :], shape[cut])
+    return (math.prod(shape),) if dim == FLAT else (*shape[:dim], *shape[dim + 1 :], shape[dim])
 
 
 def _filled(x: jax.Array, dim: int, multiple: int) -> jax.Array:

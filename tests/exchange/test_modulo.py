@@ -10,7 +10,7 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.exchange.blocks import block_counts
-from noloco_jax.exchange.modulo import Modulo
+from noloco_jax.exchange.modulo import Modulo, _checksum
 from noloco_jax.wires import MODULO_BITS
 from support.exchanges import exchange_of
 from support.layouts import axis_of, compiled, over_replicas
@@ -115,6 +115,26 @@ def test_a_refused_block_converges_within_60_rounds():
         tree = {"w": np.asarray(means["w"])}
     assert np.abs(tree["w"] - tree["w"][PARTNER]).max() < 1e-3
     np.testing.assert_allclose(tree["w"].mean(axis=0), 0.15, atol=1e-6)
+
+
+@pytest.mark.parametrize("values", [(0.0, 1.0), (0.5, 0.25), (-1.0, 1.0), (0.0, 251.0)])
+def test_no_difference_passes_the_check_for_long(values):
+    """Issue 52, item 4: one of a multiple of 256 windows had a check byte of 0 and was accepted for ever."""
+    outer = nj.noloco(nj.RandomPairing(2), 1.0, 0.0, 1.0, wire="modulo4")
+    params: Any = {"w": jnp.stack([jnp.full((4, 64), value) for value in values])}
+    state: Any = jax.vmap(outer.init)(params)
+    step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
+    for _ in range(100):
+        params, state = step(params, state)
+    np.testing.assert_allclose(params["w"], np.mean(values), atol=1e-2 * abs(values[1] - values[0]))
+
+
+def test_an_undetected_difference_is_detected_in_another_outer_step():
+    """Two entries wrap by amounts whose weighed sum happens to vanish in some outer steps, but not in all."""
+    numbers = np.zeros((1, 64), np.int32)
+    numbers[0, :2] = 3, -5
+    passes = [int(_checksum(jnp.asarray(numbers), number)[0, 0]) == 0 for number in range(2000)]
+    assert 0 < sum(passes) < 40
 
 
 @pytest.mark.parametrize("distance", [6e3, 1e5, 1e9])

@@ -303,10 +303,37 @@ def test_a_copied_transform_takes_the_same_outer_steps(make, copied):
     assert str(shapes[0]) == str(shapes[1])
 
 
-def test_integer_parameters_are_refused_with_the_leafs_name():
-    tx, params = noloco(), {"w": np.ones((N, 2), np.float32), "steps": np.zeros(N, np.int32)}
-    with pytest.raises(TypeError, match=r"\['steps'\] is of int32 and has no mean over replicas.*optax.masked"):
-        jax.eval_shape(jax.vmap(tx.step, axis_name="replica"), params, jax.eval_shape(jax.vmap(tx.init), params))
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (np.zeros(2, np.int32), r"\['w'\] is of int32 and has no mean over replicas.*optax.masked"),
+        (np.zeros(2, bool), r"\['w'\] is of bool and has no mean"),
+        (0.5, r"\['w'\] is a Python float: give an array, such as jnp.asarray\(0.5\)"),
+        (jax.random.key(0), r"\['w'\] is a PRNG key and has no mean over replicas: keep it out of the parameters"),
+        (np.zeros(2), r"\['w'\] is of float64 and outer steps compute in float32: convert it to float32"),
+        (np.zeros(2, np.complex64), r"\['w'\] is of complex64 and outer steps compute in float32"),
+    ],
+    ids=["integers", "booleans", "a Python float", "a PRNG key", "float64", "complex"],
+)
+def test_leaves_that_have_no_mean_are_refused_by_name(leaf, message):
+    """Issue 52, item 28: in one clear line, at `init` already."""
+    for call in (noloco().init, lambda params: noloco().step(params, None)):
+        with pytest.raises(TypeError, match=message):
+            call({"a": np.zeros(2, np.float32), "w": leaf})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [noloco, nj.diloco, nj.sparseloco, lambda: nj.epidemic(nj.RandomNeighbours(N))],
+    ids=["noloco", "diloco", "sparseloco", "epidemic"],
+)
+def test_a_step_without_an_axis_of_replicas_says_where_it_runs(make):
+    """Issue 52, item 28: the commonest mistake, of which JAX says "unbound axis name: replica"."""
+    outer, params = make(), {"w": jnp.ones(8)}
+    with pytest.raises(NameError, match=r"'replica'.*runs inside jax.vmap.*or jax.shard_map.*or pass axis_name="):
+        outer.step(params, outer.init(params))
+    with pytest.raises(NameError, match="'replica'"):
+        outer.update(params, outer.init(params), params)
 
 
 def test_a_pairing_that_never_mixes_all_replicas_warns_with_the_separate_groups():

@@ -8,6 +8,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import noloco_jax as nj
@@ -230,7 +231,9 @@ def test_noloco_warns_only_of_a_consensus_outside_the_stable_interval():
     pairing = nj.RandomPairing(8)
     limit = consensus_limit(0.5, 8)
     for gamma in (0.0, 1.001 * limit):
-        with pytest.warns(UserWarning, match="^consensus .* do not stay together$") as caught:
+        with pytest.warns(
+            UserWarning, match="^consensus .* do not stay together; give consensus a number inside$"
+        ) as caught:
             nj.noloco(pairing, outer_momentum=0.5, consensus=gamma)
         assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -238,6 +241,24 @@ def test_noloco_warns_only_of_a_consensus_outside_the_stable_interval():
         for gamma in (0.01, 0.999 * limit, None):
             nj.noloco(pairing, outer_momentum=0.5, consensus=gamma)
         nj.noloco(nj.RandomPairing(1), consensus=5.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"outer_lr": optax.linear_schedule(0.7, 0.0, 100)}, "consensus 0 in round"),
+        ({"outer_lr": optax.linear_schedule(0.1, 2.0, 1000)}, "in round"),
+        ({"outer_momentum": optax.linear_schedule(0.5, 0.95, 1000), "consensus": 0.7}, "in round"),
+        ({"outer_lr": 2.0}, "consensus 2 is outside"),
+    ],
+)
+def test_schedules_and_a_consensus_that_follows_the_rate_are_checked_at_their_extremes(settings, named):
+    """Issue 52, item 6: schedules were not checked, and γ silently followed them to 0 or out of the interval."""
+    with pytest.warns(UserWarning, match=named):
+        nj.noloco(nj.RandomPairing(8), **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nj.noloco(nj.RandomPairing(8), outer_lr=optax.linear_schedule(0.7, 0.0, 100), consensus=0.7)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,29 @@ def test_a_bfloat16_state_rounds_equal_leaves_differently():
         assert (np.asarray(tree["a"]) != np.asarray(tree["b"])).any()
 
 
+def test_a_bfloat16_state_rounds_equal_fragments_differently():
+    """Issue 52, item 7: the noise was that of the fragment's round, the same in all fragments."""
+    outer = nj.diloco(state_dtype="bfloat16", fragments=2, sync_every=2)
+    params = jnp.broadcast_to(1 + 1e-2 * np.random.default_rng(0).random((1, 1, 512), np.float32), (2, 2, 512))
+    state: Any = jax.vmap(outer.init)({"w": params})
+    for _ in range(2):
+        _, state = jax.vmap(outer.step, axis_name="replica")({"w": params}, state)
+    slow = np.asarray(state.rule.slow["w"][0])
+    assert (slow[0] != slow[1]).mean() > 0.1
+
+
+@pytest.mark.parametrize("value", [1.37, 0.123])
+def test_weights_that_do_not_move_stay_in_the_mean_under_a_bfloat16_state(value):
+    """Issue 52, item 7: a first φ that is rounded to the nearest makes the first outer step move weights by that."""
+    outer = nj.diloco(state_dtype="bfloat16", outer_momentum=0.5, nesterov=False)
+    params = {"w": jnp.full((2, 8192), value)}
+    state: Any = jax.vmap(outer.init)(params)
+    step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
+    for _ in range(6):
+        params, state = step(params, state)
+    assert abs(float(params["w"].mean()) - value) < 2e-4 * value
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "int4"])
 def test_a_drift_below_the_wires_resolution_still_accumulates(wire):
     """Messages hold γφ, near one: rounding them, rather than their difference, froze weights."""
