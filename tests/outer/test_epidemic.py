@@ -92,7 +92,7 @@ def test_outer_steps_average_along_the_graph_of_their_round(layout):
         params, state = jax.device_get(step(theta, state))
         matrix = weights(neighbours.pool[int(neighbours.pool_index(round))])
         assert_trees_close(params, {name: np.tensordot(matrix, x, 1) for name, x in theta.items()})
-        np.testing.assert_array_equal(state.round, round + 1)
+        np.testing.assert_array_equal(state.num_outer_steps, round + 1)
 
 
 def test_update_takes_the_outer_step_when_it_is_due():

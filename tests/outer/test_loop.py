@@ -154,7 +154,7 @@ def test_an_outer_step_is_a_conditional_under_vmap(make, layout, counter_axis):
     """Steps between outer steps only count: no floating-point work, no messages."""
     tx = make(3, axis_of(layout))
     params = random_tree(0, N)
-    state_axes = OuterState(count=counter_axis, round=counter_axis, rule=Momentum(slow=0, momentum=0))
+    state_axes = OuterState(count=counter_axis, num_outer_steps=counter_axis, rule=Momentum(slow=0, momentum=0))
     state = jax.vmap(tx.init, out_axes=state_axes)(params)
     if layout == N:
         update = jax.vmap(tx.update, in_axes=(0, state_axes, 0), out_axes=(0, state_axes), axis_name="replica")
