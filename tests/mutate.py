@@ -95,12 +95,12 @@ class Copy:
     """Copy of the working tree's files, without those that git ignores.
 
     Args:
-      root: the working tree.
+      root: the working tree, which may change from here on.
       folder: an empty folder for the copy.
     """
 
     def __init__(self, root: Path, folder: Path):
-        self._folder, self._times = folder, 0
+        self.folder, self._times = folder, 0
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0"):
             if name and (root / name).is_file():
@@ -109,7 +109,7 @@ class Copy:
 
     def run(self, mutant: Mutant) -> Result:
         """Apply a mutant, run the tests, and undo it."""
-        start, path = time.monotonic(), self._folder / mutant.file
+        start, path = time.monotonic(), self.folder / mutant.file
         original = path.read_text() if path.exists() else ""
         mutated = mutant.applied(original)
         if mutated is None:
@@ -141,10 +141,10 @@ class Copy:
             "-rfE",
             "--tb=no",
         ]
-        variables = os.environ | {"PYTHONPATH": str(self._folder)}
+        variables = os.environ | {"PYTHONPATH": str(self.folder)}
         run = subprocess.run(
             [*command, *arguments],
-            cwd=self._folder,
+            cwd=self.folder,
             env=variables,
             capture_output=True,
             text=True,
@@ -170,7 +170,7 @@ def run_mutants(mutants: list[Mutant], known: dict[str, dict], root: Path = ROOT
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = Copy(root, Path(folder))
         for number, mutant in enumerate(mutants, 1):
-            key = digest(root, mutant)
+            key = digest(copy.folder, mutant)
             if key in known:
                 results[mutant] = Result(**known[key])
                 continue
@@ -185,7 +185,7 @@ def run_mutants(mutants: list[Mutant], known: dict[str, dict], root: Path = ROOT
         for mutant, result in fresh.items():
             if result.detail in bad:
                 results[mutant] = Result(BROKEN, f"{result.detail} fails without it too", result.seconds)
-                del known[digest(root, mutant)]
+                del known[digest(copy.folder, mutant)]
     RESULTS.write_text(json.dumps(known, indent=0))
     return results
 
