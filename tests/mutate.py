@@ -100,7 +100,7 @@ class Copy:
     """
 
     def __init__(self, root: Path, folder: Path):
-        self.folder, self._times = folder, 0
+        self.folder = folder
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0"):
             if name and (root / name).is_file():
