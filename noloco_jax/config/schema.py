@@ -82,7 +82,7 @@ class FieldInfo:
 
     @property
     def type_name(self) -> str:
-        """ "float", or "float or None"."""
+        """Name for messages, such as "float" or "float or None"."""
         return self.type.__name__ + (" or None" if self.optional else "")
 
 

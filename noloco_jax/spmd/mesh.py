@@ -12,8 +12,9 @@ AXES = ("replica", "stage", "fsdp", "tensor")
 
 
 def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
-    """Resolve the number of devices along every axis. -1 takes all remaining devices; for `replica`, the largest
-    number of them that divides the replicas.
+    """Resolve the number of devices along every axis.
+
+    -1 takes all remaining devices; for `replica`, the largest number of them that divides the replicas.
 
     Args:
       config: the run.

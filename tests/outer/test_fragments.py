@@ -41,8 +41,7 @@ def tree(seed: int) -> dict[str, np.ndarray]:
 
 
 def members(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
-    """Return a mask of elements for each fragment: stripes of the largest dimension that `count` divides, and
-    runs of the vector where there is none."""
+    """Return each fragment's mask: stripes of the largest dimension that `count` divides, else runs of the vector."""
     fitting = [dim for dim, size in enumerate(shape) if size % count == 0]
     number = np.zeros(shape, int)
     if fitting:

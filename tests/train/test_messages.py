@@ -87,8 +87,7 @@ def test_messages_of_stages_include_vocabulary_padding_and_a_final_norm_each():
 
 @pytest.mark.parametrize(("num_replicas", "stages"), [(5, 2), (4, 3)])
 def test_bytes_of_routed_micro_batches_match_a_walk_along_the_routes(num_replicas, stages):
-    """At every tick, bubble included, each stage but the last sends hidden states, labels and a weight to a replica of
-    the next stage, and receives the gradient of the hidden states."""
+    """At every tick each stage but the last sends states, labels and a weight, and receives the states' gradient."""
     config = run("noloco", num_replicas, {"stage": stages})
     sequences, length, ticks = 4 // 2, 8, 2 + stages - 1
     message = 2 * 4 * sequences * length * D + 4 * sequences * length + 4
