@@ -49,7 +49,7 @@ def check_file(path: Path) -> None:
 
 
 def check_name(workdir: Path) -> None:
-    """Raise `UserError` for a path with characters that Orbax takes for a pattern: nothing could read checkpoints there."""
+    """Raise `UserError` for a path with characters that Orbax takes for a pattern: nothing could read what it saves."""
     path = str(workdir.absolute())
     if found := [character for character in "[]\\" if character in path]:
         raise UserError(f"checkpoints in {path} could not be read again for its {found[0]!r}: give another folder")
