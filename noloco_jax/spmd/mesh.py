@@ -45,24 +45,11 @@ def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
 
 def _check(config: TrainConfig, shape: dict[str, int]) -> None:
     model, data = config.model, config.data
-    multiples = [("data.batch_size", data.batch_size, "fsdp")]
-    if model.is_built_in:
-        multiples += [
-            ("model.hidden_size", model.hidden_size, "fsdp"),
-            ("model.num_heads", model.num_heads, "tensor"),
-            ("model.num_kv_heads", model.num_kv_heads, "tensor"),
-            ("model.intermediate_size", model.intermediate_size, "tensor"),
-        ]
-    for name, size, axis in multiples:
-        if size % shape[axis]:
-            raise UserError(f"{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
+    axes = {"hidden_size": "fsdp", "num_heads": "tensor", "num_kv_heads": "tensor", "intermediate_size": "tensor"}
+    for name, axis in axes.items() if model.is_built_in else ():
+        if (size := getattr(model, name)) % shape[axis]:
+            raise UserError(f"model.{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
     if METHODS[config.method].has_outer_steps:
-        part = model.hidden_size // shape["fsdp"]
-        if model.is_built_in and part % config.outer.fragments:
-            raise UserError(
-                f"model.hidden_size / mesh.fsdp={part} is not a multiple of outer.fragments={config.outer.fragments}: "
-                "change one of them"
-            )
         check_fragments(model, config.outer.fragments, shape)
     microbatch = data.batch_size // config.num_microbatches
     if microbatch % shape["fsdp"]:

@@ -82,6 +82,6 @@ def test_a_variant_unfit_for_the_devices_is_refused_and_the_next_one_still_runs(
     small = ["--config.mesh.fsdp=2", "--config.model.num_layers=1"]
     assert command.main([*arguments, *small, "--vary", "data.batch_size=3,4"]) == REFUSED
     refused, measured = json.loads(path.read_text())["runs"]
-    assert "data.batch_size=3 is not a multiple of mesh.fsdp=2" in refused["error"]
+    assert "are not a multiple of mesh.fsdp=2" in refused["error"]
     assert measured["config"]["data"]["batch_size"] == 4 and measured["compile_seconds"]["outer_step"] > 0
     assert "failed: data.batch_size=3" in capfd.readouterr().out
