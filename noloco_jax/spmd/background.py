@@ -9,7 +9,6 @@ replicas, so no replica waits for a partner before the correction from it is due
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import has_delay
-from noloco_jax.outer.rule import Arrived, OuterState, Outgoing
-from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.outer.rule import Arrived, Outgoing
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.compile import without_cache
 from noloco_jax.spmd.offload import from_rest
@@ -88,7 +86,7 @@ class BackgroundPrograms:
     Attributes:
       solo: (params, outer at rest) -> (params, outer at rest, Outgoing), on the run's devices.
       exchange: (Outgoing, number of the outer step) -> Arrived, on the hosts.
-      keep: (params, outer at rest, Arrived, number) -> (params, outer at rest), on the run's devices:
+      store: (params, outer at rest, Arrived, number) -> (params, outer at rest), on the run's devices:
         `Programs.correct_step` applies the stored correction.
       outgoing: shapes and shardings of an Outgoing on the run's devices.
       arriving: shapes and shardings of an Arrived there.
@@ -97,7 +95,7 @@ class BackgroundPrograms:
 
     solo: Callable[..., Any]
     exchange: Callable[..., Any]
-    keep: Callable[..., Any]
+    store: Callable[..., Any]
     outgoing: Outgoing
     arriving: Arrived
     hosts: Mesh
@@ -117,9 +115,11 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
     specs, state_specs = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (params, state))
     windows = state_specs.windows
     outgoing_specs = Outgoing(specs, None if windows is None else specs, windows)
+    axes = outer_axes(outer)
+    store_slots = jax.vmap(outer.steps.store, in_axes=(axes, 0, None), out_axes=axes, axis_name=SLOT)
     solo = over_mesh(
         mesh,
-        partial(_solo, outer),
+        jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT),
         in_specs=(specs, state_specs),
         out_specs=(specs, state_specs, outgoing_specs),
         out_shardings=sharding.shardings(mesh, (specs, state_specs, outgoing_specs)),
@@ -127,14 +127,14 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
     )
     exchange = over_mesh(
         hosts,
-        partial(_exchange, outer),
+        jax.vmap(outer.steps.exchanged, in_axes=(0, None), axis_name=SLOT),
         in_specs=(outgoing_specs, P()),
         out_specs=Arrived(specs, windows),
         out_shardings=sharding.shardings(hosts, Arrived(specs, windows)),
     )
-    keep = over_mesh(
+    store = over_mesh(
         mesh,
-        partial(_keep, outer),
+        lambda params, state, arrived, number: (params, store_slots(state, arrived, number)),
         in_specs=(specs, state_specs, Arrived(specs, windows), P()),
         out_specs=(specs, state_specs),
         out_shardings=sharding.shardings(mesh, (specs, state_specs)),
@@ -142,7 +142,7 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
     )
     _, _, outgoing = jax.eval_shape(solo, params, state)
     outgoing = _placed(outgoing, mesh, outgoing_specs)
-    return BackgroundPrograms(solo, exchange, keep, outgoing, Arrived(outgoing.message, outgoing.windows), hosts)
+    return BackgroundPrograms(solo, exchange, store, outgoing, Arrived(outgoing.message, outgoing.windows), hosts)
 
 
 def _placed(shapes: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
@@ -159,7 +159,7 @@ def background_arguments(background: BackgroundPrograms, programs: Programs) -> 
     return {
         "solo": (params, outer),
         "exchange": (on_hosts, number),
-        "keep": (params, outer, background.arriving, number),
+        "store": (params, outer, background.arriving, number),
     }
 
 
@@ -168,8 +168,8 @@ def compile_background(background: BackgroundPrograms, programs: Programs) -> Ba
     arguments = background_arguments(background, programs)
     with without_cache():  # which must not hold the programs of the hosts, and the others are small
         compiled = {name: getattr(background, name).lower(*shapes).compile() for name, shapes in arguments.items()}
-    solo, keep = (from_rest(compiled[name], programs) for name in ("solo", "keep"))
-    return replace(background, solo=solo, keep=keep, exchange=compiled["exchange"])
+    solo, store = (from_rest(compiled[name], programs) for name in ("solo", "store"))
+    return replace(background, solo=solo, store=store, exchange=compiled["exchange"])
 
 
 class HostExchange:
@@ -223,19 +223,3 @@ def _moved(x: jax.Array, sharding: NamedSharding, to: dict[Any, Any]) -> jax.Arr
     """Copy every shard of an array to the device that `to` maps the shard's device to."""
     parts = [jax.device_put(shard.data, SingleDeviceSharding(to[shard.device])) for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
-
-
-def _solo(outer: OuterOptimizer, params: PyTree, state: OuterState) -> Any:
-    axes = outer_axes(outer)
-    solo = jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)
-    return solo(params, state)
-
-
-def _exchange(outer: OuterOptimizer, outgoing: Outgoing, number: jax.Array) -> Any:
-    return jax.vmap(outer.steps.exchanged, in_axes=(0, None), axis_name=SLOT)(outgoing, number)
-
-
-def _keep(outer: OuterOptimizer, params: PyTree, state: OuterState, arrived: Arrived, number: jax.Array) -> Any:
-    axes = outer_axes(outer)
-    keep = jax.vmap(outer.steps.store, in_axes=(axes, 0, None), out_axes=axes, axis_name=SLOT)
-    return params, keep(state, arrived, number)

@@ -144,18 +144,22 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         donate=(0, 1),
     )
 
-    def outer_program(step):
-        """Compile a step function of the outer optimizer; None if it is None."""
-        return step and compiled(
-            partial(_outer_step, outer, step),
-            in_specs=(specs.params, specs.outer),
-            out_specs=(specs.params, specs.outer),
-            out_shardings=(on_mesh.params, on_mesh.outer),
-            donate=(0, 1),
-        )
-
-    moved = None
+    outer_step = moved = correct_step = None
     if outer is not None:
+        axes = outer_axes(outer)
+
+        def outer_program(step: Callable[..., Any]) -> Any:
+            return compiled(
+                jax.vmap(step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT),
+                in_specs=(specs.params, specs.outer),
+                out_specs=(specs.params, specs.outer),
+                out_shardings=(on_mesh.params, on_mesh.outer),
+                donate=(0, 1),
+            )
+
+        outer_step = outer_program(outer.step)
+        if outer.steps.schedule.delay:
+            correct_step = outer_program(outer.apply)
         moved = compiled(
             partial(_moved, outer),
             in_specs=(specs.params, specs.outer),
@@ -187,9 +191,9 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         ),
         from_params=jax.jit(from_params, out_shardings=on_mesh, compiler_options=RUN_ONCE),
         inner_step=inner_step,
-        outer_step=outer_program(outer and outer.step),
+        outer_step=outer_step,
         moved=moved,
-        correct_step=outer_program(outer.apply) if outer and outer.steps.schedule.delay else None,
+        correct_step=correct_step,
         evaluate=evaluate,
         merge=compiled(_merge, in_specs=(specs.params,), out_specs=specs.params, out_shardings=on_mesh.params),
         spread=compiled(
@@ -202,7 +206,9 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
 def build_outer(config: TrainConfig, axis_name: AxisName = REPLICAS) -> OuterOptimizer | None:
     """Build the outer optimizer of a run's method, for replicas on these axes; None for methods without."""
     make = method_of(config).outer_optimizer
-    return make and make(config, axis_name, sharding.fragments_of(config.model, config.outer.fragments))
+    if make is None:
+        return None
+    return make(config, axis_name, sharding.fragments_of(config.model, config.outer.fragments))
 
 
 def over_mesh(
@@ -278,11 +284,6 @@ def _inner_step(
 
     params, inner_state, norm = jax.vmap(update, axis_name=SLOT)(params, inner_state, gradients)
     return params, inner_state, StepMetrics(loss, norm)
-
-
-def _outer_step(outer: Any, step, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
-    axes = outer_axes(outer)
-    return jax.vmap(step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT)(params, state)
 
 
 def _moved(outer: OuterOptimizer, params: PyTree, state: OuterState) -> jax.Array:

@@ -174,8 +174,8 @@ class CollectiveSync(Sync):
         """Return the outer steps taken and the corrections applied; only the first call waits for the state's own."""
         if self._counts is None:
             assert state.outer is not None
-            delayed = self._programs.correct_step is not None
-            self._counts = int(state.outer.num_outer_steps), int(state.outer.delayed.num_applied) if delayed else 0
+            delayed = state.outer.delayed
+            self._counts = int(state.outer.num_outer_steps), 0 if delayed is None else int(delayed.num_applied)
         return self._counts
 
     def _apply_corrections(self, state: TrainState, step: int, end: int) -> TrainState:
@@ -259,5 +259,5 @@ class BackgroundSync(CollectiveSync):
 
     def _store(self, state: TrainState, number: int) -> TrainState:
         arrived = self._exchange.take(number)
-        params, outer = self._background.keep(state.params, state.outer, arrived, np.int32(number))
+        params, outer = self._background.store(state.params, state.outer, arrived, np.int32(number))
         return state._replace(params=params, outer=outer)

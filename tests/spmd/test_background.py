@@ -67,7 +67,7 @@ def test_programs_on_the_devices_send_nothing_between_replicas():
         name: {one.operation for one in collectives_of(getattr(background, name), arguments, shape)}
         for name, arguments in background_arguments(background, programs).items()
     }
-    assert found == {"solo": set(), "exchange": {"ppermute"}, "keep": set()}
+    assert found == {"solo": set(), "exchange": {"ppermute"}, "store": set()}
     assert not collectives_of(programs.correct_step, arguments_of(programs)["correct_step"], shape)
 
 
@@ -110,13 +110,14 @@ def test_the_host_waits_for_outer_steps_once_in_log_every_steps(monkeypatch, rep
     outer = OuterConfig(sync_every=4, fragments=4, **outer)
     config = dataclasses.replace(CONFIG, num_steps=100, log_every=10, outer=outer, mesh=MeshConfig(replica=replica))
     programs = modes.programs_of(config)
-    sync, state = modes.sync_of(config, programs), programs.init(jax.random.key(0))
+    sync, state = modes.syncs_of(config, programs)(), programs.init(jax.random.key(0))
     waits, seconds, block, main = [], [], jax.block_until_ready, threading.current_thread()
     monkeypatch.setattr(
         jax, "block_until_ready", lambda tree: waits.append(threading.current_thread() is main) or block(tree)
     )
     for step in range(1, 101):
         state, taken = sync.after_step(state, step, 1)
+        assert taken is not None
         seconds.append(taken.seconds)
     sync.close(state, True)
     assert sum(waits) == 2 * 10 * (1 + bool(outer.delay))
