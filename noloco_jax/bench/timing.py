@@ -74,11 +74,11 @@ class TimedRun:
         )
         return metrics
 
-    def outer(self, round: int) -> float:
-        """Take outer step `round` (0, 1, ...), with nothing else in flight; return the seconds it took."""
+    def outer(self, number: int) -> float:
+        """Take outer step `number` (0, 1, ...), with nothing else in flight; return the seconds it took."""
         assert self._programs.outer_step is not None and self._outer is not None
         self._outer = self._outer._replace(
-            num_outer_steps=jax.device_put(np.int32(round), self._outer.num_outer_steps.sharding)
+            num_outer_steps=jax.device_put(np.int32(number), self._outer.num_outer_steps.sharding)
         )
         jax.block_until_ready(self._params)
         started = time.perf_counter()
@@ -107,7 +107,7 @@ def _one_ahead(run: TimedRun, steps: int) -> Iterator[Any]:
 def outer_times(run: TimedRun) -> list[float]:
     """Seconds of some outer steps, each after an inner step and of another round.
 
-    Every round is taken once before it is timed: partners that meet for the first time have to connect.
+    Every round is taken once before it is timed: partners that exchange for the first time connect first.
     """
     seconds = []
     for round in (*range(_OUTER_STEPS), *range(_OUTER_STEPS)):

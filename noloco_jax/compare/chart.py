@@ -56,7 +56,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     right.set_title("Perplexity above ddp (full: mean of the replicas, hollow: merged model)")
     right.set_xlabel("bytes that a replica sends in the whole run")
-    right.set_ylabel("%")
+    right.set_ylabel("above ddp, %")
     right.set_xscale("log")
     right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     for axes in (left, right):
