@@ -21,9 +21,9 @@ def test_outer_steps_are_timed_only_for_rounds_that_have_run_before():
             taken.append(round)
             return len(taken)
 
-    timed = [taken[int(number) - 1] for number in timing.outer_times(Run())]  # pyright: ignore[reportArgumentType]
-    assert len(set(timed)) == len(timed) == 5
-    assert set(timed) <= set(taken[: -len(timed)])
+    timed = [int(number) - 1 for number in timing.outer_times(Run())]  # pyright: ignore[reportArgumentType]
+    assert len({taken[place] for place in timed}) == len(timed) == 5
+    assert all(taken[place] in taken[:place] for place in timed)
 
 
 def test_a_step_is_timed_from_end_to_end_with_one_dispatched_ahead(monkeypatch):
