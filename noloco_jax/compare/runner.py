@@ -167,7 +167,8 @@ class Comparison:
         folder, status = self._workdir / job.run.name, job.process.returncode
         log = folder / LOG_FILE
         last = (log.read_text(errors="replace").strip().splitlines() or ["no word"])[-1].removeprefix("error: ")
-        if status == UserError.exit_status and not (folder / METRICS_FILE).exists():
+        is_own = last.startswith("out of memory") or (folder / METRICS_FILE).exists()
+        if status == UserError.exit_status and not is_own:
             raise UserError(f"{job.run.name} did not start (status {status}): {last} ({log})")
         return f"status {status}: {last} ({log})"
 

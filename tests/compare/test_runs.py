@@ -37,8 +37,8 @@ plan = json.loads(sys.argv[1])
 fate = plan["fates"].get(workdir.name, plan["fates"].get(workdir.name.split("-")[0]))
 lr = json.loads(Path(sys.argv[2].removeprefix("--config=")).read_text())["inner"]["lr"]
 if fate in ("start", "memory"):
-    print("error: no such thing" if fate == "start" else "RESOURCE_EXHAUSTED: Out of memory")
-    sys.exit(2 if fate == "start" else 1)
+    print("error: no such thing" if fate == "start" else "error: out of memory (RESOURCE_EXHAUSTED): lower the batch")
+    sys.exit(2)
 workdir.mkdir(exist_ok=True)
 with (workdir / "starts").open("a") as file:
     file.write("x")
@@ -159,7 +159,7 @@ def test_a_run_out_of_memory_does_not_stop_the_others(config_file, tmp_path, fak
     fake_trainer["diloco"] = "memory"
     assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp,diloco,noloco")) == 1
     output = capsys.readouterr().out
-    assert "diloco-seed7: broke off with status 1: RESOURCE_EXHAUSTED: Out of memory" in output
+    assert "diloco-seed7: broke off with status 2: out of memory (RESOURCE_EXHAUSTED)" in output
     assert "noloco-seed7: perplexity" in output
 
 
