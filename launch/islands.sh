@@ -8,9 +8,10 @@
 # is killed or fails is started again, ten times at most: try `kill -9` with a number that is printed. One that exits
 # with 2, a mistake to correct, is not: it is reported, the others go on (and wait for it at their end, `--linger`
 # seconds at most), and at the end its status is this script's. Ctrl-C, or a SIGTERM to this script, lets all save and
-# say goodbye, and the same command goes on; a second Ctrl-C ends all at once. At the end come a table of the islands,
-# the merged model in DIR/merged with its perplexity, without islands that were removed, and DIR/islands.png. PYTHON
-# chooses the interpreter.
+# say goodbye, and the same command goes on; a second Ctrl-C ends all at once. At the end comes the merged model in
+# DIR/merged, with its perplexity. PYTHON chooses the interpreter. To watch them:
+#
+#     python -m noloco_jax.island dashboard --roster=DIR/roster.toml --keys=DIR/keys
 set -uo pipefail
 
 fail() {
@@ -147,12 +148,9 @@ sleep 0.5 # the last lines are shown
 kill "$shown" 2>/dev/null
 wait "$shown" 2>/dev/null
 
-show() { "$python" -m noloco_jax.island "$@"; }
-
 if [ -n "$stopping" ]; then
     if ((stopping == 130 || stopping == 75)); then
         echo "[launcher] all islands have stopped: the same command resumes"
-        show report --out="$workdir/islands.png" --workdirs "${folders[@]}"
     fi
     exit "$stopping"
 fi
@@ -163,8 +161,7 @@ if [ -e "$workdir/merged" ]; then
     rm -rf "$workdir/merged.old"
     mv "$workdir/merged" "$workdir/merged.old"
 fi
-show report --out="$workdir/islands.png" --workdirs "${complete[@]}" &&
-    show merge --out="$workdir/merged" --evaluate --workdirs "${complete[@]}" || exit
+"$python" -m noloco_jax.island merge --out="$workdir/merged" --evaluate --workdirs "${complete[@]}" || exit
 if [ -n "$failed" ]; then
     echo "[launcher] ${#complete[@]} of $n islands have come to the end" >&2
     exit "$failed"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from noloco_jax.config.defaults import default_config
+    from noloco_jax.islands.island import Island
     from noloco_jax.outer.neighbours import RandomNeighbours
     from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
-    from noloco_jax.own_loop.island import Island
     from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here, without importing
@@ -27,7 +27,7 @@ __all__ = [
     "sparseloco",
 ]
 _HOMES = {
-    "Island": "own_loop.island",
+    "Island": "islands.island",
     "default_config": "config.defaults",
     "RandomNeighbours": "outer.neighbours",
     **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "outer.pairing"),

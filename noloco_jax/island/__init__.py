@@ -1,1 +1,1 @@
-"""Commands of islands: `mode` trains one, `peers` makes keys and asks for status, `models` merges and converts runs."""
+"""Commands of islands: see `command`, and `noloco_jax.islands` for what they do."""

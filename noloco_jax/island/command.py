@@ -4,15 +4,11 @@
     python -m noloco_jax.island train --config=configs/c4_125m.py --roster=roster.toml --name=paris --keys=keys/paris
         --workdir=runs/paris
     python -m noloco_jax.island invite --name=oslo --address=oslo.example.org:7070 --keys=keys   # a new member
-    python -m noloco_jax.island join --entry=oslo/members.json --via=paris --workdir=runs/oslo   # on its machine
     python -m noloco_jax.island remove rome --keys=keys
     python -m noloco_jax.island status --roster=roster.toml --keys=keys   # a line for each island
     python -m noloco_jax.island dashboard --roster=roster.toml --keys=keys   # a page to watch them, live
     python -m noloco_jax.island merge --roster=roster.toml --keys=keys --out=merged   # the mean of those that train
     python -m noloco_jax.island merge --workdirs runs/paris runs/rome --out=merged    # of those that have ended
-    python -m noloco_jax.island report --workdirs runs/paris runs/rome --out=islands.png
-    python -m noloco_jax.island gather --workdirs runs/paris runs/rome --out=runs/together   # one program resumes
-    python -m noloco_jax.island scatter --workdir=runs/together --roster=roster.toml --out=runs   # islands resume
 
 `COMMAND --help` shows a command's flags.
 """
@@ -26,11 +22,9 @@ from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import make_parser, parse_args, split_overrides
 from noloco_jax.files import folder_of_flag
-from noloco_jax.islands.roster import read_roster
 from noloco_jax.train.command import define_run_flags
 
 _TRAIN = "train as one of the islands"
-_JOIN = "train as a member that was invited"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,59 +32,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"]:  # takes a configuration's fields as well
         return _train(arguments[1:])
-    if arguments[:1] == ["join"]:
-        return _join(arguments[1:])
     overrides: Sequence[str] = []
-    if arguments[:1] in (["merge"], ["scatter"]):  # take some of them
+    if arguments[:1] == ["merge"]:  # takes some of them
         overrides, arguments = split_overrides(arguments)
     flags = _parser().parse_args(arguments, argparse.Namespace(overrides=overrides))
-    if flags.command in ("keys", "status"):
-        from noloco_jax.island import peers as commands
-    elif flags.command in ("invite", "remove"):
-        from noloco_jax.island import members as commands
+    if flags.command in ("keys", "invite", "remove"):
+        from noloco_jax.islands import members as commands
+    elif flags.command == "status":
+        from noloco_jax.islands import status as commands
     elif flags.command == "dashboard":
-        from noloco_jax.island import dashboard as commands
+        from noloco_jax.islands import dashboard as commands
     else:
-        from noloco_jax.island import (
-            models as commands,
-        )  # imports jax, which takes seconds that the others need not spend
+        from noloco_jax.islands import merge as commands  # imports jax, which takes seconds that others need not spend
     return getattr(commands, flags.command)(flags)
 
 
 def _train(argv: Sequence[str]) -> int:
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
-    roster, place = read_roster(flags.roster), find_place(flags, os.environ)
-    keep_freed_memory()
-    from noloco_jax.island.joining import train_island  # imports numpy and jax, which must follow the call above
-
-    return train_island(config, roster, place, flags)
-
-
-def _join(argv: Sequence[str]) -> int:
-    parser = make_parser(_JOIN, prog="python -m noloco_jax.island join")
-    parser.add_argument(
-        "--entry",
-        required=True,
-        type=folder_of_flag,
-        metavar="FILE",
-        help="the members.json that `island invite` put beside the island's keys",
-    )
-    parser.add_argument(
-        "--via", required=True, metavar="NAME", help="a member that runs, which is asked for the configuration"
-    )
-    parser.add_argument(
-        "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys (default: beside --entry)"
-    )
-    _define_island_flags(parser)
-    parser.set_defaults(pace=None)  # that of the islands
-    parser.epilog = "--config.FIELD=VALUE sets a field of the configuration, such as --config.data.path"
-    overrides, own = split_overrides(argv)
-    flags = parser.parse_args(own)
     place = find_place(flags, os.environ)
     keep_freed_memory()
-    from noloco_jax.island.joining import join_islands
+    from noloco_jax.islands.trainer import train_island  # imports numpy and jax, which must follow the call above
 
-    return join_islands(overrides, place, flags)
+    return train_island(config, place, flags)
 
 
 def _define_train_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,10 +62,6 @@ def _define_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys; none are needed where all are loopback"
     )
-    _define_island_flags(parser)
-
-
-def _define_island_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
@@ -122,14 +81,14 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         choices=("steps", "time"),
         default="steps",
         help="steps: every island takes every inner step; time: each takes as many of a round's as it has time for, "
-        "while the fastest takes all, and messages weigh accordingly; the same on all islands (default: steps, and for "
-        "join that of the islands)",
+        "while the fastest takes all, and messages weigh accordingly; the same on all islands (default: steps)",
     )
     parser.add_argument(
         "--catch_up",
         choices=("weights", "whole"),
-        help="an island that was away continues from the weights of several others, with fresh moments and a rate that "
-        "rises, or from a whole state, which is four times as large or more (default: weights)",
+        default="weights",
+        help="an island that was away continues from another's weights in 8 bits, with fresh moments and a rate that "
+        "rises, or from its whole state, which is twelve times as large or more (default: weights)",
     )
     parser.add_argument(
         "--linger",
@@ -146,15 +105,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.island")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("train", help=_TRAIN, add_help=False)  # read by `_train`
-
-    commands.add_parser("join", help=_JOIN, add_help=False)  # read by `_join`
-
     keys = _command(commands, "keys", "make a certificate authority, and keys for each island that has none")
     _define_roster_flag(keys)
     keys.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where they go, a folder each")
-    keys.add_argument("--days", type=int, default=90, help="for which certificates are valid (default %(default)s)")
+    _define_days_flag(keys)
     keys.add_argument(
-        "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
+        "--replace",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="make this island's anew, and revoke the old ones; may be repeated",
     )
     keys.add_argument(
         "--viewer",
@@ -163,25 +123,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="make keys for somebody who may look at the islands and do nothing else; may be repeated",
     )
-    inviting = _command(commands, "invite", "make keys and a signed entry for a new member")
+    inviting = _command(commands, "invite", "make keys and a signed row for a new member, or move a member")
     inviting.add_argument("--name", required=True, metavar="NAME", help="its name, a DNS label")
     inviting.add_argument(
         "--address", required=True, metavar="HOST:PORT", help="where the others reach it; none: it only dials out"
     )
     _define_authority_flags(inviting, "its first round, as in the log (default: far enough ahead for all to know)")
-    inviting.add_argument(
-        "--days", type=int, default=90, help="for which its certificate is valid (default %(default)s)"
-    )
+    _define_days_flag(inviting)
     removing = _command(commands, "remove", "end a membership")
     removing.add_argument("name", metavar="NAME", help="the member")
     _define_authority_flags(removing, "the first round without it, as in the log (default: as for invite)")
-    status = _command(commands, "status", "show the status of all islands, and which changes of members they know")
-    _define_roster_flag(status)
-    _define_keys_flag(status)
+    status = _command(commands, "status", "show the status of all islands")
+    _define_watching_flags(status)
     status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
+    status.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
     dashboard = _command(commands, "dashboard", "serve a page of all islands on this machine, and metrics of them")
-    _define_roster_flag(dashboard)
-    _define_keys_flag(dashboard)
+    _define_watching_flags(dashboard)
     dashboard.add_argument(
         "--listen",
         default="127.0.0.1:8080",
@@ -192,30 +149,20 @@ def _parser() -> argparse.ArgumentParser:
         "--every", type=float, default=2.0, metavar="SECONDS", help="interval of asking (default %(default)s)"
     )
     _define_merge_flags(_command(commands, "merge", "write the mean of islands' weights as a model's folder"))
-    report = _command(commands, "report", "print a table of islands, and draw their history")
-    _define_workdirs_flag(report, required=True)
-    report.add_argument("--out", required=True, type=folder_of_flag, metavar="FILE", help="the picture, a PNG")
-    gathering = _command(commands, "gather", "join islands that have ended into a run of one program")
-    _define_workdirs_flag(gathering, required=True)
-    gathering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="its workdir, new or empty")
-    scattering = _command(commands, "scatter", "split a run of one program into islands")
-    scattering.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the run's folder")
-    _define_roster_flag(scattering)
-    scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")
     return parser
 
 
-def _define_authority_flags(parser: argparse.ArgumentParser, round: str) -> None:
-    parser.add_argument(
-        "--keys", required=True, type=folder_of_flag, metavar="DIR", help="the folder that `island keys` made, whole"
-    )
-    parser.add_argument("--from_round", "--from-round", type=int, metavar="N", help=round)
+def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+    parser.set_defaults(command=name)
+    return parser
 
 
 def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
-    _define_roster_flag(parser, required=False)
-    _define_keys_flag(parser)
-    _define_workdirs_flag(parser, required=False)
+    _define_watching_flags(parser, required=False)
+    parser.add_argument(
+        "--workdirs", nargs="+", type=folder_of_flag, metavar="DIR", help="folders of islands that have ended"
+    )
     parser.add_argument(
         "--out", required=True, type=folder_of_flag, metavar="DIR", help="the folder to write, new or empty"
     )
@@ -233,10 +180,15 @@ def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
-    parser.set_defaults(command=name)
-    return parser
+def _define_authority_flags(parser: argparse.ArgumentParser, round: str) -> None:
+    parser.add_argument(
+        "--keys", required=True, type=folder_of_flag, metavar="DIR", help="the folder that `island keys` made, whole"
+    )
+    parser.add_argument("--from_round", "--from-round", type=int, metavar="N", help=round)
+
+
+def _define_days_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--days", type=int, default=90, help="for which certificates are valid (default %(default)s)")
 
 
 def _define_roster_flag(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -245,20 +197,15 @@ def _define_roster_flag(parser: argparse.ArgumentParser, required: bool = True) 
         required=required,
         type=folder_of_flag,
         metavar="FILE",
-        help="the run's islands, a TOML file; for status, dashboard and merge also an island's members.json",
+        help="the run's islands: the TOML file that it began with, or the members.json of an invited member",
     )
 
 
-def _define_keys_flag(parser: argparse.ArgumentParser) -> None:
+def _define_watching_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    _define_roster_flag(parser, required)
     parser.add_argument(
         "--keys",
         type=folder_of_flag,
         metavar="DIR",
-        help="the folder that `island keys` made, or a viewer's; or one island's own, which itself is then not asked",
-    )
-
-
-def _define_workdirs_flag(parser: argparse.ArgumentParser, required: bool) -> None:
-    parser.add_argument(
-        "--workdirs", required=required, nargs="+", type=folder_of_flag, metavar="DIR", help="folders of islands"
+        help="the folder that `island keys` made, or a viewer's, or one island's own",
     )

@@ -127,3 +127,19 @@ def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_
     others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     unused = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
     return x509.KeyUsage(digital_signature=digital_signature, key_cert_sign=key_cert_sign, crl_sign=crl_sign, **unused)
+
+
+def sign(key: ec.EllipticCurvePrivateKey, content: bytes) -> bytes:
+    """Sign with the authority's key."""
+    return key.sign(content, ec.ECDSA(hashes.SHA256()))
+
+
+def is_signed(authority_pem: bytes, content: bytes, signature: bytes) -> bool:
+    """Return whether the authority with this certificate has signed `content`."""
+    key = x509.load_pem_x509_certificate(authority_pem).public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    try:
+        key.verify(signature, content, ec.ECDSA(hashes.SHA256()))
+    except InvalidSignature:
+        return False
+    return True

@@ -9,11 +9,9 @@ keys/viewer_ann/ca.pem, cert.pem, key.pem  what ann needs to look at the islands
 import contextlib
 import datetime
 import fcntl
-import json
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from noloco_jax.errors import UserError, tell
-from noloco_jax.files import full_disk_told, write_whole
+from noloco_jax.files import full_disk_told
 from noloco_jax.islands.certificates import (
     fault_of,
     is_viewer,
@@ -77,14 +75,14 @@ def make_keys(
     """
     for name in replace:
         if name not in viewers:
-            roster.index(name)
+            roster.member(name)
     missing = [name for name in (*roster.names, *viewers) if name in replace or not _complete(folder / name)]
     if not missing:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     authority, key = _authority(folder, roster.run)
     for name in missing:
-        certificate, own_key = make_certificate(name, days, authority, key, _issue_in(folder / name))
+        certificate, own_key = make_certificate(name, days, authority, key, issue_in(folder / name))
         if fault := fault_of(certificate, authority, name):
             raise UserError(f"{folder / AUTHORITY} cannot sign for {name}: the certificate {fault}")
         unfinished = folder / f".{name}.{os.getpid()}.tmp"
@@ -205,10 +203,10 @@ def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentia
     and there are no keys.
     """
     if not is_viewer(name):
-        roster.index(name)
+        roster.member(name)
     if folder is not None:
         return load_keys(folder, name)
-    for island in roster.islands:
+    for island in roster.members:
         if not island.address.is_loopback:
             raise UserError(
                 f"{island.name} at {island.address} can be reached from other machines: give --keys=FOLDER "
@@ -217,7 +215,7 @@ def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentia
     return None
 
 
-def _issue_in(folder: Path) -> int:
+def issue_in(folder: Path) -> int:
     """Return when the certificate in a folder was made, in milliseconds; 0 where there is none that says so."""
     try:
         names = names_of(x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes()))
@@ -277,44 +275,3 @@ def _load_key(path: Path, content: bytes) -> PrivateKeyTypes:
         return load_pem_private_key(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise UserError(f"{path} is no private key in PEM without a password: take that of `island keys`") from None
-
-
-class Newest:
-    """Newest certificate seen of each island: every older one is revoked from then on, also after a restart.
-
-    Args:
-      folder: of the own keys, which keeps what was seen; None: it is kept in memory alone.
-
-    Raises `UserError` for a damaged file of what was seen.
-    """
-
-    def __init__(self, folder: Path | None):
-        self._path = folder / "newest.json" if folder else None
-        self._lock = threading.Lock()
-        self._issues: dict[str, int] = {}
-        if self._path is not None and self._path.exists():
-            try:
-                self._issues = {name: int(issue) for name, issue in json.loads(self._path.read_bytes()).items()}
-            except (ValueError, TypeError, AttributeError):
-                raise UserError(f"{self._path} is damaged: delete it, and older certificates are known again") from None
-
-    def knows(self, name: str) -> bool:
-        """Return whether a certificate of this island was seen."""
-        with self._lock:
-            return name in self._issues
-
-    def issue_of(self, name: str) -> int:
-        """Return when the newest certificate seen of this island was made, in ms; 0: none that says so was seen."""
-        with self._lock:
-            return self._issues.get(name, 0)
-
-    def admits(self, name: str, issue: int) -> bool:
-        """Return whether no newer certificate of this island was seen; `issue` is when this one was made, in ms."""
-        with self._lock:
-            if name in self._issues and issue <= self._issues[name]:
-                return issue == self._issues[name]
-            self._issues[name] = issue
-            if self._path is not None:
-                with contextlib.suppress(OSError):
-                    write_whole(self._path, json.dumps(self._issues))
-            return True

@@ -1,140 +1,503 @@
-"""Ways between an island and the others: its server, a client for each, and relays where one can only dial out."""
+"""The training's side of an island's network: one thread runs the protocol and all calls on an asyncio loop.
 
-import math
+A second thread decodes messages and computes corrections. The training never waits for either: it leaves messages here
+and takes what has arrived between two inner steps.
+"""
+
+import asyncio
+import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.client import Client
-from noloco_jax.islands.connections import Connections
-from noloco_jax.islands.keys import Credentials, Newest, expiry_warning, renewed
-from noloco_jax.islands.relay import Relay, RelayedPort, RelayedServer
-from noloco_jax.islands.roster import Address, Roster
-from noloco_jax.islands.server import Handlers, Server
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.catch_up import CatchUp, CaughtUp, ask, give, receive
+from noloco_jax.islands.exchange import Broken, Unfit
+from noloco_jax.islands.keys import Credentials, expiry_warning, renewed
+from noloco_jax.islands.node import Codec, Met, Node, Settings
+from noloco_jax.islands.pace import Pace
+from noloco_jax.islands.payload import EXACT, Message, StateForms
+from noloco_jax.islands.roster import MEMBERS_FILE, Address, Roster, parse_document, write_members
+from noloco_jax.islands.start import admit, begin
+from noloco_jax.islands.transport import Dialler, Listener
 
-_KEYS_SECONDS, _WARN_SECONDS = 10.0, 86400.0  # interval of reading the keys again; of warnings that they expire
+T = TypeVar("T")
+KEYS_SECONDS = 20.0  # between two looks at the folder of keys
+COPY_SECONDS = 15.0  # for which a copy of the weights serves further requests
+GIVE_SECONDS = 60.0  # for the training to give a copy
+FAR_WEIGHTS = 8.0  # largest distance of a donor's weights, in multiples of the own ones' norm
 
 
-class Network:
-    """Server and clients of an island. `open` starts to listen and `close` ends everything.
+class Correction(NamedTuple):
+    """Correction of an exchange, to apply between two inner steps, once it is computed."""
 
-    Args:
-      roster: the members, at their addresses as this machine knows them.
-      name: this island.
-      credentials: its keys, None without TLS.
-      report: called with lines for people.
-      listen: the address to listen at; None: see `Server`.
+    round: int
+    arrays: Future[Sequence[np.ndarray]]
+
+
+class Arrived(NamedTuple):
+    """What `Link.take_all` returns: everything delivered, and the protocol's state to save with it."""
+
+    items: list[Correction | CaughtUp]
+    saved: dict[str, Any]
+
+
+class Wanted(NamedTuple):
+    """Arrays of the state of which a peer, or a command, waits for a copy."""
+
+    numbers: tuple[int, ...]
+    given: "asyncio.Future[Given]"
+
+
+class Given(NamedTuple):
+    """Copies of the state's arrays by their numbers, and where the training was."""
+
+    leaves: Mapping[int, np.ndarray]
+    round: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an island brings to the network.
 
     Attributes:
-      roster: the members that are called and admitted.
-      clients: a client for each peer.
-      relay: passes calls on between members that only dial out.
+      name: its name in the roster.
+      roster: the members as they are known at the start.
+      credentials: its keys; None without TLS.
+      identity: values that must equal those of the others.
+      partner: see `Node`.
+      codec: form of messages.
+      forms: forms of the state.
+      settings: of the protocol.
+      by_time: True for `--pace=time`.
+      workdir: keeps the newest roster.
+      incarnation: see `Node`.
+      steps_per_round: inner steps of the schedule.
+      began_before: True if an earlier start of this island has trained.
+      saved: the protocol's state in the checkpoint to resume from.
+      details: JSON of what commands ask for.
+      listen: the address to listen at; None: the port of the roster's address, on all of the machine's addresses.
+      address: a new address of this island, which it tells the others.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        name: str,
-        credentials: Credentials | None,
-        report: Callable[[str], None],
-        listen: Address | None = None,
-    ):
-        self.roster = roster
-        self.clients: dict[str, Client] = {}
-        self.relay = Relay()
-        self._name, self._credentials, self._report, self._listen = name, credentials, report, listen
-        self._connections = Connections()
-        self._newest = Newest(credentials.folder if credentials else None)
-        self._server: Server | None = None
-        self._relayed: RelayedServer | None = None
-        self._ports: dict[str, RelayedPort] = {}  # of peers that only dial out
-        self._closed = threading.Event()
+    name: str
+    roster: Roster
+    credentials: Credentials | None
+    identity: Mapping[str, str]
+    partner: Callable[[Sequence[str], int, str], str | None]
+    codec: Codec
+    forms: StateForms
+    settings: Settings
+    workdir: Path
+    incarnation: int
+    steps_per_round: float
+    by_time: bool = False
+    began_before: bool = False
+    saved: Mapping[str, Any] | None = None
+    details: str = ""
+    listen: Address | None = None
+    address: Address | None = None
 
-    def open(self, handlers: Handlers) -> None:
-        """Listen. Raises `UserError` where it cannot."""
-        self._server = Server(self.roster, self._name, self._credentials, handlers, self._listen, self._newest)
-        if not self.roster.address(self._name).can_be_dialled:
-            host = self._listen.host if self._listen and self._listen.host not in ("0.0.0.0", "::") else "127.0.0.1"
-            self._relayed = RelayedServer(self._name, self.clients, self._relays, Address(host, self._server.port))
-        if self._credentials is not None:
-            threading.Thread(target=self._watch_keys, daemon=True, name="keys").start()
 
-    def follow(self, roster: Roster, issued: Mapping[str, int]) -> None:
-        """Call and admit the members of another roster.
+class Link:
+    """An island's link with the others. Methods are those of the training's thread, unless they say otherwise.
 
-        Args:
-          roster: the members, at their newest addresses; without this island if it was removed: nobody will have it.
-          issued: see `Server.admit`.
+    Args:
+      plan: what the island brings.
+      report: called with lines for people, from any thread.
+    """
+
+    def __init__(self, plan: Plan, report: Callable[[str], None]):
+        self._plan, self._report = plan, report
+        self._lock = threading.Lock()
+        self._inbox: list[Correction | CaughtUp] = []
+        self._met: list[Met] = []
+        self._wanted: list[Wanted] = []
+        self._copies: dict[int, tuple[float, bool, bytes]] = {}  # kind -> time, True after the last step, bytes
+        self._served: set[str] = set()  # who has fetched the last weights
+        self._giving = 0  # calls that fetch weights now
+        self._steps = 0  # inner steps begun
+        self._epoch = 0  # of the training's weights: raised where a donor's take their place
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="island-decode")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="island-network", daemon=True)
+        self._credentials = plan.credentials
+        self._is_closed = False
+        self.pace = Pace(plan.steps_per_round, plan.by_time)
+        self.dialler = Dialler(plan.name, plan.credentials, plan.roster)
+
+    # Start and end.
+
+    def open(self) -> "Waited":
+        """Begin to listen, and to introduce the island to the others.
+
+        What is returned raises `UserError` if the name or address is in use, or most of the others refuse the island.
         """
-        if self._name not in roster.names:
-            self.roster = roster
-            return
-        behind = {name for name, address in roster.islands if not address.can_be_dialled}
-        for name in self._ports.keys() - behind:
-            # Closing waits for threads that may want a lock which the caller holds.
-            threading.Thread(target=self._ports.pop(name).close, daemon=True).start()
-        for name, address in roster.islands:
-            if name == self._name:
-                continue
-            if name in behind and self._credentials is not None:
-                if name not in self._ports:
-                    self._ports[name] = RelayedPort(self._name, name, self.clients, self._relays, self.relay)
-                address = self._ports[name].address
-            if name not in self.clients:
-                keys = self._credentials
-                self.clients[name] = Client(roster, self._name, keys, name, self._connections, self._newest)
-            self.clients[name].move(address, is_relayed=name in self._ports)
-        self.roster = roster  # only now, as threads of tunnels call the members that it has
-        if self._server is not None:
-            self._server.admit(roster, issued)
+        self._thread.start()
+        return Waited(self._submit(self._open()))
+
+    def begin(self) -> "Waited":
+        """Begin to wait until the island may train; what is returned raises `UserError` as `start.begin`."""
+        has_weights = self._plan.saved is not None
+        return Waited(self._submit(begin(self.node, self._catch_up, has_weights, self._plan.began_before)))
+
+    def leave(self, finished: bool = False) -> None:
+        """Say goodbye to the peers, and begin no further exchange; `finished`: serve the weights until `close`."""
+        if self._thread.is_alive() and not self._is_closed:
+            self._call(lambda: self.node.leave(finished))
 
     def close(self) -> None:
-        """Refuse calls and end those that run. Call it once."""
-        self._closed.set()
-        self.relay.close()
-        if self._relayed is not None:
-            self._relayed.close()
-        for port in self._ports.values():
-            port.close()
-        self._connections.close()
-        if self._server is not None:
-            self._server.close(1.0)
+        """End all calls and both threads."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
+        self._worker.shutdown(cancel_futures=True)
 
-    def _relays(self) -> list[str]:
-        """Return the members that can be dialled, but for this one."""
-        return [name for name, at in self.roster.islands if at.can_be_dialled and name != self._name]
+    # Rounds.
 
-    def _watch_keys(self) -> None:
-        """Read keys that were renewed, warn daily of those that expire soon, and of a fault of the files once."""
-        warned, fault, told = -math.inf, "", ""
-        assert self._credentials is not None
-        while True:
-            before = fault
+    def round_ended(self, round: int, step: int, message: Message, norm: float, tokens: int) -> None:
+        """Leave a round's message to be exchanged; see `Node.round_ended`."""
+        epoch = self._epoch
+
+        def end() -> None:
+            if epoch == self._epoch:  # else a donor's weights have taken the place of those that made it
+                self.node.round_ended(round, step, message, norm, tokens)
+
+        self._loop.call_soon_threadsafe(end)
+
+    def stride(self, largest: int) -> int:
+        """Begin an inner step: return the steps of the schedule that it stands for."""
+        self._steps += 1
+        return self.pace.stride(time.monotonic(), largest)
+
+    def take(self) -> list[Correction | CaughtUp]:
+        """Return corrections ready to apply, in order; a received state has taken the place of earlier ones."""
+        with self._lock:
+            ready = itertools.takewhile(lambda item: isinstance(item, CaughtUp) or item.arrays.done(), self._inbox)
+            return self._taken(len(list(ready)))
+
+    def take_all(self) -> Arrived:
+        """Return everything delivered, and the protocol's state to save with weights that have applied it."""
+
+        def take() -> Arrived:
+            with self._lock:
+                return Arrived(self._taken(len(self._inbox)), self.node.to_json())
+
+        return self._call(take)
+
+    def put_back(self, state: CaughtUp) -> None:
+        """Put a received state back at the head."""
+        with self._lock:
+            self._inbox.insert(0, state)
+
+    def take_met(self) -> list[Met]:
+        """Return the outcomes since the last call."""
+        with self._lock:
+            met, self._met = self._met, []
+            return met
+
+    def settle(self, round: int, seconds: float) -> None:
+        """Wait until every exchange of this round and earlier ones has ended, up to so many seconds."""
+
+        async def settled() -> None:
+            await asyncio.wait_for(self.node.until(lambda: not self.node.is_meeting(round)), seconds)
+
+        with contextlib.suppress(TimeoutError):
+            self._submit(settled()).result()
+
+    # Figures.
+
+    def status(self) -> pb.Status:
+        return self._call(self.node.status)
+
+    def record(self, figures: Mapping[str, float]) -> None:
+        """Show figures of the training to those who watch."""
+        self._loop.call_soon_threadsafe(self.node.figures.update, dict(figures))
+
+    @property
+    def is_exchanging(self) -> bool:
+        """True while messages may arrive."""
+        return self.node.is_meeting(self.node.round)
+
+    @property
+    def is_removed(self) -> bool:
+        """True once the island has ended its last round as a member."""
+        return self.node.is_removed
+
+    def active(self) -> tuple[str, ...]:
+        """Return the members of the last round, by their ids."""
+        return self.node.roster.active(max(self.node.round, 0))
+
+    # Weights for others.
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Numbers of the state's arrays of which somebody waits for a copy: call `give` then."""
+        with self._lock:
+            numbers = {number for wanted in self._wanted for number in wanted.numbers}
+            return tuple(sorted(numbers | {0})) if self._wanted else ()  # a position may have no arrays of its own
+
+    def give(self, leaves: Mapping[int, np.ndarray], round: int, step: int) -> None:
+        """Give copies of the `wanted` arrays, which nobody will change, after a round and a step."""
+        with self._lock:
+            waiting, self._wanted = self._wanted, []
+            self._wanted = [one for one in waiting if not leaves.keys() >= set(one.numbers)]  # asked for since
+        for one in waiting:
+            if leaves.keys() >= set(one.numbers):
+                self._loop.call_soon_threadsafe(_resolve, one.given, Given(leaves, round, step))
+
+    @property
+    def is_giving(self) -> bool:
+        """True while somebody fetches weights."""
+        return self._giving > 0
+
+    def has_served(self, peers: Sequence[str]) -> bool:
+        """Return whether each of these peers has fetched the last weights."""
+        return self._served >= set(peers)
+
+    def fetch(self, peer: str, last: bool = True) -> "Future[list[np.ndarray]]":
+        """Begin to fetch a peer's exact weights; the result raises `Broken` or `Unfit`."""
+
+        async def fetch() -> list[np.ndarray]:
+            forms, request = self._plan.forms, pb.WeightsRequest(kind=EXACT, last=last)
+            data, _ = await receive(self.dialler, peer, request, forms.num_bytes(EXACT))
+            return list((await self.run(forms.decode, EXACT, data, b"")).values())
+
+        return self._submit(fetch())
+
+    def unfinished(self, ask_seconds: float = 0.0) -> list[str]:
+        """Return the members not known to have taken their last step; ask them first for `ask_seconds`."""
+
+        async def found() -> list[str]:
+            if ask_seconds:
+                await ask(self.node, self.node.unfinished(), ask_seconds)
+            return self.node.unfinished()
+
+        return self._submit(found()).result()
+
+    # As `World`, on the network's thread.
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await self._loop.run_in_executor(self._worker, function, *arguments)
+
+    def deliver(self, round: int, correct: Callable[[], Any]) -> None:
+        with self._lock:
+            self._inbox.append(Correction(round, self._worker.submit(correct)))
+
+    def outcome(self, met: Met) -> None:
+        with self._lock:
+            self._met.append(met)
+
+    def tell(self, line: str) -> None:
+        self._report(line)
+
+    def keep(self, roster: Roster) -> None:
+        self._worker.submit(write_members, self._plan.workdir / MEMBERS_FILE, roster)
+
+    @property
+    def num_steps(self) -> int:
+        return self._steps
+
+    # As `State`, on the network's thread.
+
+    def num_bytes(self, kind: int) -> int:
+        return self._plan.forms.num_bytes(kind)
+
+    async def weights(self, kind: int) -> bytes:
+        now, forms = self._loop.time(), self._plan.forms
+        is_last = self.node.phase == pb.Status.FINISHED
+        known = self._copies.get(kind)
+        if known is not None and now - known[0] < COPY_SECONDS and known[1] is is_last:
+            return known[2]
+        given = await self._copy(forms.large(kind))
+        data = await self.run(forms.encode, kind, given.leaves)
+        self._copies = {kind: (now, is_last, data)}
+        self._loop.call_later(COPY_SECONDS, self._forget_copy, kind, data)
+        return data
+
+    async def position(self, kind: int) -> pb.Position:
+        forms = self._plan.forms
+        given = await self._copy(forms.small(kind))
+        small = forms.encode_small(kind, given.leaves)
+        return pb.Position(round=given.round, step=given.step, has_averaged=self.node.has_averaged, small=small)
+
+    async def received(self, kind: int, data: bytes, position: pb.Position) -> CaughtUp:
+        forms, numbers = self._plan.forms, self._plan.forms.large(EXACT)
+        leaves = await self.run(forms.decode, kind, data, position.small)
+        if self.node.has_averaged and self.node.phase == pb.Status.TRAINING:
+            own = await self._copy(numbers)
+            await self.run(_check_distance, [(own.leaves[n], leaves[n]) for n in numbers])
+        return CaughtUp(position.round, position.step, leaves, self._plan.settings.whole_state)
+
+    def take_state(self, state: CaughtUp) -> None:
+        with self._lock:
+            self._epoch += 1
+            self._inbox = [state]
+
+    # Inside.
+
+    async def _copy(self, numbers: Sequence[int]) -> Given:
+        wanted = Wanted(tuple(numbers), self._loop.create_future())
+        with self._lock:
+            self._wanted.append(wanted)
+        try:
+            async with asyncio.timeout(GIVE_SECONDS):
+                return await wanted.given
+        except TimeoutError:
+            raise Broken(f"its training gave no copy of the weights in {GIVE_SECONDS:g} s") from None
+        finally:
+            with self._lock:
+                self._wanted = [one for one in self._wanted if one is not wanted]
+
+    def _forget_copy(self, kind: int, data: bytes) -> None:
+        if kind in self._copies and self._copies[kind][2] is data:
+            del self._copies[kind]
+
+    def _taken(self, count: int) -> list[Correction | CaughtUp]:
+        taken, self._inbox = self._inbox[:count], self._inbox[count:]
+        return taken
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _open(self) -> None:
+        plan, credentials = self._plan, self._plan.credentials
+        own = plan.roster.member(plan.name)
+        address = plan.address or own.address
+        if address.can_be_dialled:
+            await self._check_alone()
+        authority = None if credentials is None else credentials.authority
+
+        def parse(document: bytes) -> Roster:
+            assert authority is not None
+            return parse_document(document, plan.roster.run, authority)
+
+        self.node = Node(
+            plan.name,
+            plan.roster,
+            plan.identity,
+            plan.partner,
+            self.dialler,
+            self,
+            plan.codec,
+            plan.incarnation,
+            self.pace,
+            plan.settings,
+            plan.saved,
+            parse if authority is not None else None,
+            plan.address,
+        )
+        self.node.details = plan.details
+        self._catch_up = CatchUp(self.node, self)
+        self._listener = Listener(self.node, self._give, lambda: self.node.roster, lambda: self._credentials)
+        if address.can_be_dialled or plan.listen:
+            host = "127.0.0.1" if address.is_loopback else "[::]"
+            await self._listener.open(plan.listen or Address(host.strip("[]"), address.port))
+        self._watching = asyncio.ensure_future(self._watch_keys())
+        await admit(self.node)
+
+    async def _check_alone(self) -> None:
+        """Raise `UserError` where an island of this name answers at its address."""
+        name = self._plan.name
+        try:
+            await self.dialler.greet(name, pb.Greeting(), 3.0)
+        except Broken:
+            return
+        raise UserError(f"{name} runs already, at its address in the roster: end it, or start another island")
+
+    async def _give(self, caller: str, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+        self._giving += 1
+        try:
+            async for frame in give(self.node, self, request):
+                yield frame
+            if request.last:
+                self._served.add(caller)
+        finally:
+            self._giving -= 1
+
+    async def _watch_keys(self) -> None:
+        """Read the keys again when they were made anew, and warn before they expire."""
+        warned, told = False, ""
+        while self._credentials is not None:
+            fresh = None
             try:
-                fault, is_renewed = "", self._renew_keys()
+                fresh = await self.run(renewed, self._credentials, self._plan.name)
             except UserError as error:
-                fault, is_renewed = str(error), False
-            if fault and fault == before != told:  # at the first look files may still come one after the other
-                self._report(f"{self._name} goes on with its old keys: {fault}")
-                told = fault
-            is_warned = is_renewed or time.monotonic() - warned <= _WARN_SECONDS
-            if not is_warned and (line := expiry_warning(self._credentials, self._name)):
-                warned = time.monotonic()
-                self._report(line)
-            if self._closed.wait(_KEYS_SECONDS):
-                return
+                if told != (told := str(error)):
+                    self.tell(f"{self._plan.name} goes on with its old keys: {error}")
+            if fresh is not None:
+                self._credentials, warned = fresh, False
+                self.dialler.renew(fresh)
+                self.tell(f"{self._plan.name} has read new keys")
+            if not warned and (line := expiry_warning(self._credentials, self._plan.name)):
+                warned = True
+                self.tell(line)
+            await asyncio.sleep(KEYS_SECONDS)
 
-    def _renew_keys(self) -> bool:
-        """Use the keys in the folder if they are others; return True if so. Raises `UserError` where it cannot."""
-        assert self._credentials is not None and self._server is not None
-        keys = renewed(self._credentials, self._name)
-        if keys is None:
+    async def _close(self) -> None:
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
+        if hasattr(self, "node"):
+            await self.node.close()
+        if hasattr(self, "_listener"):
+            await self._listener.close()
+        await self.dialler.close()
+
+    def _submit(self, coroutine: Any) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Return the result of a short function, called on the network's thread."""
+
+        async def call() -> T:
+            return function()
+
+        return self._submit(call()).result()
+
+
+class Waited:
+    """Something that the network's thread is about to do."""
+
+    def __init__(self, future: "Future[None]"):
+        self._future = future
+
+    def __call__(self, seconds: float) -> bool:
+        """Return True once it is done, after so many seconds at most; raise what it has raised."""
+        try:
+            self._future.result(seconds)
+        except TimeoutError:
+            if self._future.done():
+                raise
             return False
-        for client in list(self.clients.values()):
-            client.renew(keys)
-        self._connections.close_older()
-        self._server.renew(keys)
-        self._credentials = keys
-        self._report(f"{self._name} has read new keys from {keys.folder}")
         return True
+
+
+def _check_distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Raise `Unfit` for weights far from the own ones, which come first in each pair."""
+    distance = norm = 0.0
+    for own, other in pairs:
+        own = own.astype(np.float32, copy=False)
+        norm += float(np.sum(np.square(own)))
+        distance += float(np.sum(np.square(other.astype(np.float32, copy=False).reshape(own.shape) - own)))
+    if not distance <= FAR_WEIGHTS**2 * norm:
+        raise Unfit(f"weights {(distance / norm) ** 0.5:.3g} times their norm away from the own ones")
+
+
+def _resolve(future: "asyncio.Future[Given]", given: Given) -> None:
+    if not future.done():
+        future.set_result(given)

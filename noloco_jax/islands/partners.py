@@ -1,24 +1,17 @@
-"""Pairing of the islands that are active in a round: the run's pairing, over their places in the order of their ids."""
+"""Partner of an island in a round: the run's pairing, over the members of the round in the order of their ids."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.islands.protocol.members import Members
 from noloco_jax.methods import method_of
 
 
-def partner_in(members: Members, name: str, config: TrainConfig) -> Callable[[int], str | None]:
-    """Return a function that maps an outer step to the name of the island's partner in it, or None.
+def partner_by(config: TrainConfig) -> Callable[[Sequence[str], int, str], str | None]:
+    """Return a function that maps members, an outer step and a name to the name of the partner, or None."""
 
-    It follows `members`: islands that know the same members of a round pair alike.
-    """
-
-    def of(round: int) -> str | None:
-        active = members.active(round)
-        if len(active) < 2 or name not in active:
-            return None
+    def of(active: Sequence[str], round: int, name: str) -> str | None:
         groups, me = _groups(_resized(config, len(active)), round), active.index(name)
         return next((active[i] for i in groups[me] if i != me), None)
 

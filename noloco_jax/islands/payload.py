@@ -1,13 +1,13 @@
-"""Payload of messages between islands: array specs, encoding, decoding and corrections.
+"""Arrays as bytes: messages between islands, and weights and states for those that catch up or merge.
 
-Messages are encoded by the program that makes them, and decoded here, on the host's own processor and in whichever
-thread asks: neither the accelerator nor the training is held up. A code in windows is encoded here too, once the other
-island's windows are there.
+Messages are encoded by the program that makes them, and decoded here, on the host's own processor and beside the loop
+of the network: neither the accelerator nor the training is held up. A modulo format is encoded here too, once the
+partner's windows are there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,42 @@ import optax
 
 from noloco_jax.errors import UserError
 from noloco_jax.exchange.modulo import BROKEN, Modulo, correct_in, encode_in
-from noloco_jax.exchange.wire import Wire, from_code
-from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.protocol.bounds import Factors
-from noloco_jax.islands.protocol.messages import Message, Windows
+from noloco_jax.exchange.wire import Wire, decode
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.exchange import Unfit
+from noloco_jax.islands.node import Codec, Read
 
 PyTree = Any
-_WIDEST = 32  # more than the partner's, in quarters of a power of two
-Arrays = Sequence[np.ndarray]
+MAX_WINDOW = 32  # more than the partner's, in quarters of a power of two
+SMALL_BYTES = 4096  # of an array that travels with the position
+_BLOCK = 256  # values that share a scale, for weights in 8 bits
+EXACT, CATCH_UP, WHOLE = pb.WeightsRequest.EXACT, pb.WeightsRequest.CATCH_UP, pb.WeightsRequest.WHOLE
+
+
+class ArraySpec(NamedTuple):
+    """Shape and dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}{list(self.shape)}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+class Message(NamedTuple):
+    """Message of an outer step, as its program made it: see `SoloPrograms.step`.
+
+    Attributes:
+      number: of the outer step.
+      arrays: the payload; of a modulo format, the proposed windows and the message.
+    """
+
+    number: int
+    arrays: list[np.ndarray]
 
 
 def specs_of(tree: PyTree) -> list[ArraySpec]:
@@ -31,156 +59,128 @@ def specs_of(tree: PyTree) -> list[ArraySpec]:
     return [ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
 
 
-def norm_of(arrays: Arrays) -> float:
-    """Return the Euclidean norm over all arrays; not finite where a value is not."""
-    squares = (float(np.linalg.norm(x.reshape(-1).astype(np.float32, copy=False))) ** 2 for x in arrays)
-    return float(np.sqrt(sum(squares)))
+def pack(arrays: Sequence[np.ndarray]) -> bytes:
+    """Return the bytes of arrays, one after another."""
+    return b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
 
 
-class Read(NamedTuple):
-    """Decoded message of a peer.
-
-    Attributes:
-      arrays: argument of `Codec.correction`.
-      norm: Euclidean, of what the message stands for; not finite where a value is not.
-      differences: |m_j − m_i| of each array.
-    """
-
-    arrays: Arrays
-    norm: float
-    differences: tuple[float, ...]
+def unpack(data: bytes, specs: Sequence[ArraySpec]) -> list[np.ndarray]:
+    """Return arrays from their bytes, read-only views; raise `Unfit` for another number of bytes."""
+    if len(data) != sum(spec.nbytes for spec in specs):
+        raise Unfit(f"{len(data)} bytes of arrays that have {sum(spec.nbytes for spec in specs)}")
+    arrays, start = [], 0
+    for spec in specs:
+        bits = np.frombuffer(data, np.uint8, spec.nbytes, start)
+        arrays.append(bits.view(spec.dtype).reshape(spec.shape))
+        start += spec.nbytes
+    return arrays
 
 
-class Codec(Protocol):
-    """Codec of messages.
-
-    A message is given as the step program has made it: `spmd.solo.SoloPrograms.step`.
-    """
-
-    def specs(self, round: int) -> Mapping[str, Sequence[ArraySpec]]:
-        """Return what each array behind a header must be in an exchange of that round, by the header's kind."""
-        ...
-
-    def windows(self, own: Arrays) -> Arrays | None:
-        """Return the windows to send ahead of a message, or None."""
-        ...
-
-    def payload(self, own: Arrays, windows: Arrays) -> Arrays:
-        """Return the payload to send; `windows` of the pair, empty where none are sent ahead."""
-        ...
-
-    def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
-        """Decode a peer's payload."""
-        ...
-
-    def correction(self, own: Arrays, read: Arrays, weight: float, factors: Factors = ()) -> Arrays:
-        """Return c = factor · weight · (Q(m_j) − Q(m_i)) of each array, and then the state of a codec with windows."""
-        ...
-
-
-def codec_of(wire: Wire | Modulo, message: PyTree, code: PyTree, cuts: PyTree) -> Codec:
-    """Return the codec of a wire; see `SoloPrograms` for its parts.
+def codec_of(wire: Wire | Modulo, message: PyTree, payload: PyTree, dims: PyTree) -> Codec:
+    """Return the codec of a wire format; see `SoloPrograms` for its parts.
 
     Args:
-      wire: the code.
-      message: shapes and dtypes of a message; the first axis counts replicas, of which each is encoded by itself.
-      code: the same of what travels.
-      cuts: the dimension of every array of one replica along which the code's blocks lie.
+      wire: the format.
+      message: shapes and dtypes of one replica's message.
+      payload: the same of what travels; of a modulo format, the windows and the payload.
+      dims: the dimension of every array along which the format cuts blocks.
 
-    Raises `UserError` where JAX has been told to use an accelerator alone, and the code has to be decoded.
+    Raises `UserError` where JAX has been told to use an accelerator alone, and the payload has to be decoded.
     """
-    if isinstance(wire, Modulo):
-        return WindowCodec(wire, message, code, cuts)
-    return PlainCodec(wire, message, code, cuts)
+    return (
+        _WindowCodec(wire, message, payload, dims) if isinstance(wire, Modulo) else _Codec(wire, message, payload, dims)
+    )
 
 
-class PlainCodec:
-    """Codec of wires without windows: Q(m) is the decoded value of a message. See `codec_of`."""
+class _Codec:
+    """Codec of formats without windows: of a message Q(m) is the decoded value."""
 
-    def __init__(self, wire: Wire, message: PyTree, code: PyTree, cuts: PyTree = None):
-        self._specs = {Message.__name__: specs_of(code)}
-        self._is_exact = wire.exact
-        if wire.exact:
-            return
-        self._host = host_of(wire.name)
-        decode = partial(decoded, wire, _of_one(message), cuts and jax.tree.leaves(cuts))
-        self._decode = compiled(decode, self._host, code)
-        self._sizes = compiled(partial(_sizes, decode), self._host, code, code)
+    def __init__(self, wire: Wire, message: PyTree, payload: PyTree, dims: PyTree):
+        self._specs = specs_of(payload)
+        self.sizes = (sum(spec.nbytes for spec in self._specs),)
+        self._host, structure = _host_of(wire.name), jax.tree.structure(payload)
 
-    def specs(self, round: int) -> Mapping[str, Sequence[ArraySpec]]:
-        return self._specs
+        def read(own: list[jax.Array], theirs: list[jax.Array]) -> Any:
+            mine = decode(wire, structure.unflatten(own), message, dims)
+            other = decode(wire, structure.unflatten(theirs), message, dims)
+            differences = jax.tree.map(lambda x, y: y.astype(jnp.float32) - x.astype(jnp.float32), mine, other)
+            return jax.tree.leaves(differences), optax.tree.norm(other), optax.tree.norm(differences)
 
-    def windows(self, own: Arrays) -> None:
-        del own
+        self._read = None if wire.exact else _compiled(read, self._host, payload, payload)
 
-    def payload(self, own: Arrays, windows: Arrays) -> Arrays:
-        del windows
-        return own
+    def part(self, own: Message, number: int, theirs: Sequence[bytes]) -> bytes:
+        del number, theirs
+        return pack(own.arrays)
 
-    def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
-        del windows
-        if self._is_exact:
-            pairs = zip(own, others, strict=True)
-            return Read(others, norm_of(others), tuple(norm_of([_float32(x) - _float32(y)]) for x, y in pairs))
-        norm, differences = self._sizes(*jax.device_put((list(own), list(others)), self._host))
-        return Read(others, float(norm), tuple(differences.tolist()))
+    def read(self, own: Message, theirs: Sequence[bytes]) -> Read:
+        arrays = unpack(theirs[0], self._specs)
+        if self._read is None:
+            differences = [_float32(y) - _float32(x) for x, y in zip(own.arrays, arrays, strict=True)]
+            return Read(differences, _norm(arrays), _norm(differences))
+        differences, norm, distance = self._read(*jax.device_put((list(own.arrays), arrays), self._host))
+        return Read([np.asarray(x) for x in differences], float(norm), float(distance))
 
-    def values(self, arrays: Arrays) -> Arrays:
-        """Decode Q(m) of a payload."""
-        if self._is_exact:
-            return arrays
-        return [np.asarray(x) for x in self._decode(jax.device_put(list(arrays), self._host))]
-
-    def correction(self, own: Arrays, read: Arrays, weight: float, factors: Factors = ()) -> Arrays:
-        """Subtract the decoded messages, the same numbers on both islands.
-
-        With equal weights their corrections are exactly opposite, and equal messages give zero.
-        """
-        values = self.values(own), self.values(read)
-        weights = _weights(weight, factors, len(values[0]))
-        return [share * (theirs - mine) for share, mine, theirs in zip(weights, *values, strict=True)]
+    def correction(self, own: Message, read: Read, weight: float) -> list[np.ndarray]:
+        """Return the weighted difference of the decoded messages: with equal weights exactly opposite on both sides."""
+        return [np.float32(weight) * x for x in read.arrays]
 
 
-class WindowCodec:
-    """Codec of modulo wires, whose messages follow the windows that each of a pair proposes. See `codec_of`.
+class _WindowCodec:
+    """Codec of modulo formats, whose payloads follow the windows that each of a pair proposes.
 
-    Of another island's message only the difference to the own one can be known. What it stands for is the own message
-    and that difference: its norm is held against those of earlier messages, as with every wire, so that wide windows
-    bring no weights from far away; blocks that are refused count as equal.
+    Of a partner's message only the difference to the own one can be known. What it stands for is the own message and
+    that difference; blocks that are refused count as equal.
     """
 
-    def __init__(self, wire: Modulo, message: PyTree, code: PyTree, cuts: PyTree):
-        proposed, payload = code
-        self._specs = {Windows.__name__: specs_of(proposed), Message.__name__: specs_of(payload)}
-        self._count = len(self._specs[Windows.__name__])
-        self._host = host_of(wire.name)
-        like, of_leaves = _of_one(message), jax.tree.leaves(cuts)
-        self._encode = compiled(partial(_encoded, wire, of_leaves), self._host, message, proposed)
-        self._read = compiled(partial(_read, wire, like, of_leaves), self._host, message, proposed, payload)
+    def __init__(self, wire: Modulo, message: PyTree, payload: PyTree, dims: PyTree):
+        windows, codes = payload
+        self._windows, self._codes = specs_of(windows), specs_of(codes)
+        self.sizes = tuple(sum(spec.nbytes for spec in specs) for specs in (self._windows, self._codes))
+        self._host = _host_of(wire.name)
+        number = jax.ShapeDtypeStruct((), np.int32)
+        of_message, of_windows, of_codes = map(jax.tree.structure, (message, windows, codes))
 
-    def specs(self, round: int) -> Mapping[str, Sequence[ArraySpec]]:
-        return self._specs
+        def encode(own: list[Any], both: list[Any], number: list[Any]) -> Any:
+            return jax.tree.leaves(
+                encode_in(wire, of_message.unflatten(own), of_windows.unflatten(both), number[0], dims)
+            )
 
-    def windows(self, own: Arrays) -> Arrays:
-        return own[: self._count]
+        def read(own: list[Any], both: list[Any], mine: list[Any], theirs: list[Any], number: list[Any]) -> Any:
+            mine, theirs, both = of_codes.unflatten(mine), of_codes.unflatten(theirs), of_windows.unflatten(both)
+            half, remembered = correct_in(wire, mine, theirs, both, number[0], message, dims)
+            differences = [2 * x for x in jax.tree.leaves(half)]
+            other = [x + y for x, y in zip(own, differences, strict=True)]
+            return differences, jax.tree.leaves(remembered), optax.tree.norm(other), optax.tree.norm(differences)
 
-    def payload(self, own: Arrays, windows: Arrays) -> Arrays:
-        code = self._encode(*jax.device_put((list(own[self._count :]), list(windows)), self._host))
-        return [np.asarray(x) for x in code]
+        self._encode = _compiled(encode, self._host, message, windows, number)
+        self._read = _compiled(read, self._host, message, windows, codes, codes, number)
 
-    def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
-        arguments = list(own[self._count :]), list(windows), list(others)
-        corrections, remembered, norm, differences = self._read(*jax.device_put(arguments, self._host))
-        return Read([np.asarray(x) for x in (*corrections, *remembered)], float(norm), tuple(differences.tolist()))
+    def part(self, own: Message, number: int, theirs: Sequence[bytes]) -> bytes:
+        if number == 0:
+            return pack(own.arrays[: len(self._windows)])
+        return pack([np.asarray(x) for x in self._encoded(own, self._pair(own, theirs[0]))])
 
-    def correction(self, own: Arrays, read: Arrays, weight: float, factors: Factors = ()) -> Arrays:
-        """Scale half the difference, so that with equal weights corrections are exactly opposite."""
-        halves, remembered = read[: self._count], read[self._count :]
-        weights = _weights(2 * weight, factors, self._count)
-        return [*(share * half for share, half in zip(weights, halves, strict=True)), *remembered]
+    def read(self, own: Message, theirs: Sequence[bytes]) -> Read:
+        both = self._pair(own, theirs[0])
+        arguments = [own.arrays[len(self._windows) :], both, list(self._encoded(own, both))]
+        arguments += [unpack(theirs[1], self._codes), [np.int32(own.number)]]
+        differences, remembered, norm, distance = self._read(*jax.device_put(arguments, self._host))
+        return Read([*map(np.asarray, differences), *map(np.asarray, remembered)], float(norm), float(distance))
+
+    def correction(self, own: Message, read: Read, weight: float) -> list[np.ndarray]:
+        """Return the weighted differences, and the windows to remember."""
+        count = len(own.arrays) - len(self._windows)
+        return [*(np.float32(weight) * x for x in read.arrays[:count]), *read.arrays[count:]]
+
+    def _pair(self, own: Message, theirs: bytes) -> list[np.ndarray]:
+        return pair_windows(own.arrays[: len(self._windows)], unpack(theirs, self._windows))
+
+    def _encoded(self, own: Message, both: list[np.ndarray]) -> Any:
+        arguments = own.arrays[len(self._windows) :], both, [np.int32(own.number)]
+        return self._encode(*jax.device_put(arguments, self._host))
 
 
-def pair_windows(own: Arrays, others: Arrays) -> Arrays:
+def pair_windows(own: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the windows of a pair: the larger of the two proposed for every block, within a limit.
 
     No window of an array is more than 256 times as wide as the widest that the more modest of the two islands proposes
@@ -190,29 +190,104 @@ def pair_windows(own: Arrays, others: Arrays) -> Arrays:
     def of_array(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
         larger = np.maximum(mine, theirs)
         widest = min(np.max(x, where=x != BROKEN, initial=0) for x in (mine, theirs))
-        capped = np.minimum(larger, min(int(widest) + _WIDEST, BROKEN - 1)).astype(np.uint8)
+        capped = np.minimum(larger, min(int(widest) + MAX_WINDOW, BROKEN - 1)).astype(np.uint8)
         return np.where(larger == BROKEN, larger, capped)
 
     return [of_array(mine, theirs) for mine, theirs in zip(own, others, strict=True)]
 
 
-def _weights(weight: float, factors: Factors, count: int) -> list[np.float32]:
-    """Return the weight of each array's difference, the same number on both islands for equal weights."""
-    return [np.float32(weight * factor) for factor in factors or (1.0,) * count]
+class StateForms:
+    """Forms in which a state travels: exact weights, weights in 8 bits and what travels with them, or everything.
+
+    Arrays of at most `SMALL_BYTES` beside the weights, such as counters, travel with the position, which comes last.
+
+    Args:
+      specs: of all arrays of the state, the weights first.
+      num_weights: how many of them are weights.
+      carried: numbers of the arrays that travel with weights in 8 bits.
+    """
+
+    def __init__(self, specs: Sequence[ArraySpec], num_weights: int, carried: Sequence[int] = ()):
+        self._specs, weights = list(specs), list(range(num_weights))
+        self._leaves = {EXACT: weights, CATCH_UP: [*weights, *carried], WHOLE: list(range(len(specs)))}
+        self._num_weights = num_weights
+
+    def large(self, kind: int) -> list[int]:
+        """Return the numbers of the arrays that a form begins with."""
+        return [n for n in self._leaves[kind] if n < self._num_weights or self._specs[n].nbytes > SMALL_BYTES]
+
+    def small(self, kind: int) -> list[int]:
+        """Return the numbers of the arrays that come with the position."""
+        return [n for n in self._leaves[kind] if n not in set(self.large(kind))]
+
+    def num_bytes(self, kind: int) -> int:
+        return sum(self._size(kind, number) for number in self.large(kind))
+
+    def encode(self, kind: int, leaves: Mapping[int, np.ndarray]) -> bytes:
+        """Return the bytes of the large arrays."""
+        quantized = self._quantized(kind)
+        return b"".join(
+            _quantize(leaves[number]) if number in quantized else pack([leaves[number]]) for number in self.large(kind)
+        )
+
+    def encode_small(self, kind: int, leaves: Mapping[int, np.ndarray]) -> bytes:
+        return pack([leaves[number] for number in self.small(kind)])
+
+    def decode(self, kind: int, data: bytes, small: bytes) -> dict[int, np.ndarray]:
+        """Return the arrays by their numbers; raise `Unfit` for values that are not finite."""
+        leaves, start, quantized = {}, 0, self._quantized(kind)
+        for number in self.large(kind):
+            spec, size = self._specs[number], self._size(kind, number)
+            part, start = data[start : start + size], start + size
+            leaves[number] = _dequantize(part, spec) if number in quantized else unpack(part, [spec])[0]
+        numbers = self.small(kind)
+        leaves |= dict(zip(numbers, unpack(small, [self._specs[n] for n in numbers]), strict=True))
+        for x in leaves.values():
+            if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
+                raise Unfit("weights that are not finite")
+        return leaves
+
+    def _quantized(self, kind: int) -> set[int]:
+        if kind != CATCH_UP:
+            return set()
+        return {n for n in range(self._num_weights) if jnp.issubdtype(self._specs[n].dtype, jnp.floating)}
+
+    def _size(self, kind: int, number: int) -> int:
+        spec = self._specs[number]
+        if number not in self._quantized(kind):
+            return spec.nbytes
+        count = spec.nbytes // spec.dtype.itemsize
+        return count + 4 * -(-count // _BLOCK)
+
+
+def _quantize(x: np.ndarray) -> bytes:
+    """Return an array in 8 bits a value, with a float32 scale for each block."""
+    flat = np.asarray(x, np.float32).reshape(-1)
+    blocks = np.pad(flat, (0, -len(flat) % _BLOCK)).reshape(-1, _BLOCK)
+    scales = np.abs(blocks).max(axis=1, initial=0.0) / np.float32(127)
+    with np.errstate(invalid="ignore"):  # what is not finite is refused where it comes
+        codes = np.rint(blocks / np.where(scales == 0, 1, scales)[:, None]).astype(np.int8)
+    return scales.tobytes() + codes.reshape(-1)[: len(flat)].tobytes()
+
+
+def _dequantize(data: bytes, spec: ArraySpec) -> np.ndarray:
+    count = int(np.prod(spec.shape, dtype=np.int64))
+    num_blocks = -(-count // _BLOCK)
+    scales = np.frombuffer(data, np.float32, num_blocks)
+    codes = np.frombuffer(data, np.int8, count, 4 * num_blocks)
+    return (codes * np.repeat(scales, _BLOCK)[:count]).astype(spec.dtype).reshape(spec.shape)
+
+
+def _norm(arrays: Sequence[np.ndarray]) -> float:
+    """Return the Euclidean norm over all arrays; not finite where a value is not."""
+    return float(np.sqrt(sum(float(np.linalg.norm(_float32(x).reshape(-1))) ** 2 for x in arrays)))
 
 
 def _float32(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32, copy=False)
 
 
-def _sizes(decode: Callable[..., Any], own: Any, others: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the norm of a decoded message, and that of each array's difference to the own one."""
-    mine, theirs = decode(own), decode(others)
-    differences = [jnp.linalg.norm((y - x).reshape(-1)) for x, y in zip(mine, theirs, strict=True)]
-    return optax.tree.norm(theirs), jnp.stack(differences)
-
-
-def host_of(wire: str) -> Any:
+def _host_of(wire: str) -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -222,44 +297,8 @@ def host_of(wire: str) -> Any:
         ) from None
 
 
-def compiled(function: Callable[..., Any], host: Any, *arguments: PyTree) -> Callable[..., Any]:
-    """Compile `function` for arrays like these ahead of time: the first message has no time for it."""
+def _compiled(function: Callable[..., Any], host: Any, *arguments: PyTree) -> Callable[..., Any]:
+    """Compile a function of lists of arrays ahead of time: the first message has no time for it."""
     there = jax.sharding.SingleDeviceSharding(host)
     shapes = [[jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in jax.tree.leaves(a)] for a in arguments]
-    return jax.jit(function).lower(*shapes).compile()
-
-
-def _of_one(message: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes of one replica's arrays."""
-    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(message)]
-
-
-def decoded(
-    wire: Wire, likes: Sequence[Any], cuts: Sequence[int] | None, codes: Sequence[jax.Array]
-) -> list[jax.Array]:
-    def of_one(codes: Sequence[jax.Array]) -> list[jax.Array]:
-        return from_code(wire, list(map(wire.decode, codes)), list(likes), cuts and list(cuts))
-
-    return jax.vmap(of_one)(list(codes))
-
-
-def _encoded(wire: Modulo, cuts: list[int], message: list[jax.Array], of_pair: list[jax.Array]) -> list[jax.Array]:
-    return jax.vmap(lambda message, of_pair: encode_in(wire, message, of_pair, 0, cuts))(message, of_pair)
-
-
-def _read(
-    wire: Modulo,
-    like: list[jax.ShapeDtypeStruct],
-    cuts: list[int],
-    message: list[jax.Array],
-    of_pair: list[jax.Array],
-    others: list[jax.Array],
-) -> tuple[list[jax.Array], list[jax.Array], jax.Array, jax.Array]:
-    def of_one(message: list[jax.Array], of_pair: list[jax.Array], others: list[jax.Array]) -> Any:
-        own = encode_in(wire, message, of_pair, 0, cuts)
-        return correct_in(wire, own, others, of_pair, 0, like, cuts)
-
-    corrections, remembered = jax.vmap(of_one)(message, of_pair, others)
-    norm = optax.tree.norm([m + 2 * half for m, half in zip(message, corrections, strict=True)])
-    differences = jnp.stack([2 * jnp.linalg.norm(half.reshape(-1)) for half in corrections])
-    return corrections, remembered, norm, differences
+    return jax.jit(partial(function)).lower(*shapes).compile()

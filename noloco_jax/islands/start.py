@@ -1,136 +1,140 @@
-"""Start of an island: its incarnation, its agent among the peers, and the decision to train."""
+"""Start of an island among its peers: admission, a common beginning, or weights of those that train already."""
 
-import dataclasses
-import json
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+import asyncio
+import math
+from collections.abc import Collection
 
-from noloco_jax.cluster.processes import OneProcess, Processes
-from noloco_jax.files import write_whole
-from noloco_jax.islands.agent import Agent
-from noloco_jax.islands.entries import MEMBERS_FILE, dials_of, known_roster, write_members
-from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.log import earlier_events
-from noloco_jax.islands.payload import Codec
-from noloco_jax.islands.protocol.context import STARTS_APART, Settings
-from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.members import Members
-from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.query import check_alone
-from noloco_jax.islands.roster import Address, Roster
-from noloco_jax.islands.snapshots import Snapshots
-from noloco_jax.islands.state_shares import StateLayouts
+from noloco_jax.errors import UserError
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.catch_up import RETRY_SECONDS, CatchUp, ask, sample, training
+from noloco_jax.islands.node import Node
 
-ISLAND_FILE = "island.json"
+TOGETHER_SECONDS = 120.0  # for islands that compile or are not started yet
+LOST_SECONDS = 120.0  # for weights of the run somewhere, of an island that has lost its own
+ADMIT_SECONDS = 5.0  # for answers before anything is compiled
 
 
-def open_agent(
-    roster: Roster,
-    name: str,
-    credentials: Credentials | None,
-    identity: Identity,
-    partner: Callable[[int], str | None],
-    settings: Settings,
-    journal: Journal | None,
-    workdir: Path,
-    codec: Codec,
-    states: StateLayouts,
-    weights: Mapping[str, ArraySpec],
-    about: Mapping[str, Any],
-    is_stopping: Callable[[], bool],
-    report: Callable[[str], None],
-    members: Members,
-    listen: Address | None,
-    processes: Processes | None = None,
-) -> Agent | None:
-    """Join the peers, who may refuse the island; return None if told to stop meanwhile.
+async def admit(node: Node) -> None:
+    """Introduce the island to its peers; raise `UserError` if most of the members refuse it."""
+    await ask(node, sample(node), ADMIT_SECONDS)
+    _check_refusals(node)
+
+
+async def begin(node: Node, catch_up: CatchUp, has_weights: bool, began_before: bool) -> None:
+    """Wait until the island may train: from its own weights, with the others, or from weights of a peer.
 
     Args:
-      roster: the islands that the run began with.
-      name: this island.
-      credentials: its keys; None without TLS.
-      identity: values that must agree.
-      partner: outer step -> the island to exchange it with, or None.
-      settings: the protocol's settings.
-      journal: of the checkpoint to resume from; None: a new run.
-      workdir: the island's folder.
-      codec: the codec of messages.
-      states: layouts of a state that is sent.
-      weights: specs of weights sent for merging.
-      about: description of the island's weights, beside its identity.
-      is_stopping: returns True once told to stop.
-      report: called with lines for people.
-      members: the members as they are known at the start, which the workdir keeps.
-      listen: the address to listen at; None: see `Server`.
-      processes: the island's processes, of which the first calls this, and the others `follow`.
+      node: the island, which has compiled.
+      catch_up: of it.
+      has_weights: True if it resumes from a checkpoint.
+      began_before: True if it was part of the run: without a checkpoint it has lost its weights.
 
-    Raises `UserError` if its name or address is in use, or most of the others refuse it.
+    Raises `UserError` if most refuse it, or if there are no weights for it and the others have finished.
     """
-    check_alone(known_roster(roster, members, 0), name, credentials)
-    incarnation, began_before = incarnation_of(workdir)
-    others = [other for other in roster.names if other != name]
-    settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
-    rules = settings, journal, began_before, members, dials_of(roster, members)
-    protocol = Island(name, others, identity, partner, incarnation, *rules)
-    file = workdir / MEMBERS_FILE
-    if members.entries:
-        write_members(file, roster, members.entries)
-    agent = Agent(
-        roster, name, credentials, protocol, settings, codec, states, report, Snapshots(weights), about, file, listen
+    now, told, heard = asyncio.get_running_loop().time, "", dict[str, pb.Status]()
+    start = now()
+    node.phase = pb.Status.READY
+    node.notify()
+    while True:
+        waits = now() < start + TOGETHER_SECONDS
+        names = sample(node, last=[name for name, one in heard.items() if one.phase != pb.Status.STARTING])
+        found = await ask(node, names, until_ready=waits, hold_seconds=8.0 if waits else 0.0)
+        _check_refusals(node)
+        heard = {name: status for name, status in (heard | found).items() if name in node.peers}
+        heard = {name: status for name, status in heard.items() if name in found or name not in names}
+        under_way = training(heard.values())
+        if under_way and (has_weights or _is_late(node, heard)):
+            if has_weights and not catch_up.is_behind(heard.values(), has_trained=False):
+                break
+            first = next((one.from_round for one in node.roster.members if one.name == node.name), 0)
+            if 1 + max(status.round for status in under_way) < first:
+                told = _tell(node, told, f"waits for round {first + 1}, its first as a member")
+            elif await catch_up.from_one_of(heard):
+                break
+            elif has_weights:
+                break  # it asks again after a round
+            else:
+                told = _tell(node, told, "waits for an island that gives it weights of this run")
+        elif has_weights:
+            if not _waits_for(node, heard, ()) or not waits:
+                break
+        elif not under_way and (over := _over(node, heard, waits)):
+            raise UserError(over)
+        elif node.name not in node.roster.active(0):
+            told = _tell(node, told, "waits for an island that trains, to take its weights")
+        elif began_before and not _is_lost(heard, len(node.peers), now() - start):
+            told = _tell(
+                node,
+                told,
+                f"waits for an island with weights of this run; it begins anew in an empty workdir, or after "
+                f"{LOST_SECONDS:g} s where half of all islands answer and none has any",
+            )
+        else:
+            missing = _waits_for(node, heard, [name for name, peer in node.peers.items() if not peer.wrong])
+            if not missing or not waits:
+                break
+            left = math.ceil(start + TOGETHER_SECONDS - now())
+            told = _tell(node, told, f"is ready and waits for {_few(missing)} to begin together", f", {left} s at most")
+        await asyncio.sleep(min(RETRY_SECONDS, 0.25 if waits else RETRY_SECONDS))
+    node.phase = pb.Status.TRAINING
+    node.notify()
+    node.start(catch_up.watch())
+
+
+def _is_late(node: Node, heard: dict[str, pb.Status]) -> bool:
+    """Return whether an island without weights is too late to begin with the others."""
+    rounds = sorted(status.round for status in training(heard.values()))
+    return rounds[(len(rounds) - 1) // 2] >= node.settings.patience or node.name not in node.roster.active(0)
+
+
+def _waits_for(node: Node, heard: dict[str, pb.Status], absent: Collection[str]) -> list[str]:
+    """Return the islands that compile, and those of `absent` that have not answered."""
+    if any(status.phase == pb.Status.TRAINING for status in heard.values()):
+        return []
+    active = node.roster.active(0)
+    return sorted(
+        name
+        for name in node.peers
+        if (name in heard and heard[name].phase == pb.Status.STARTING)
+        or (name in absent and name not in heard and name in active)
     )
-    for event in earlier_events(workdir):  # who watches sees totals that never fall
-        agent.recent.add(event)
-    try:
-        agent.open()
-        if _until(agent.admitted, is_stopping, processes or OneProcess()):
-            return agent
-    except BaseException:
-        agent.close()
-        raise
-    agent.close()
-    return None
 
 
-def begin(agent: Agent, workdir: Path, is_stopping: Callable[[], bool], processes: Processes | None = None) -> bool:
-    """Wait for the decision to train: from the own weights, or from a peer's, which come with the first step.
-
-    Islands that start at the same time begin together. Returns False if told to stop meanwhile.
-    """
-    agent.ready()
-    begins = _until(agent.decided, is_stopping, processes or OneProcess())
-    if begins:
-        write_incarnation(workdir, agent.incarnation)
-    return begins
-
-
-def follow(is_stopping: Callable[[], bool], processes: Processes) -> bool:
-    """Wait, in a process of the island without the agent, for what the first one waits for in `open_agent` or `begin`.
-
-    Returns False if told to stop meanwhile.
-    """
-    return _until(lambda seconds: False, is_stopping, processes)  # the first process's answer is broadcast
+def _over(node: Node, heard: dict[str, pb.Status], waits: bool) -> str:
+    """Return the reason for which there will be no weights any more, or an empty text."""
+    ended = {name: status.round for name, status in heard.items() if status.phase == pb.Status.FINISHED}
+    if not ended or (waits and len(heard) < len(node.peers)):
+        return ""
+    if any(status.phase == pb.Status.TRAINING for status in heard.values()):
+        return ""
+    return (
+        f"{_few(sorted(ended))} finished in round {max(ended.values()) + 1} and no island trains any more: there are "
+        f"no weights for {node.name} to continue from; for a new run give all islands empty workdirs"
+    )
 
 
-def incarnation_of(workdir: Path) -> tuple[int, bool]:
-    """Return an incarnation larger than that of every earlier start, and whether there was one.
-
-    Milliseconds leave room for increments, and the clock still counts up where a workdir was lost with its disk.
-    """
-    path = workdir / ISLAND_FILE
-    before = json.loads(path.read_text(encoding="utf-8"))["incarnation"] if path.exists() else 0
-    return max(before + STARTS_APART, time.time_ns() // 1_000_000), before > 0
+def _is_lost(heard: dict[str, pb.Status], num_peers: int, seconds: float) -> bool:
+    """Return whether the weights that were lost are nowhere else, as far as islands answer."""
+    if any(status.has_averaged for status in heard.values()):
+        return False
+    return len(heard) == num_peers or (seconds >= LOST_SECONDS and 2 * len(heard) + 2 > num_peers)
 
 
-def write_incarnation(workdir: Path, incarnation: int) -> None:
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(workdir / ISLAND_FILE, json.dumps({"incarnation": incarnation}))
+def _check_refusals(node: Node) -> None:
+    """Raise `UserError` if more than half of the others refuse this island."""
+    wrong = [peer.wrong for peer in node.peers.values() if peer.wrong]
+    if wrong and 2 * len(wrong) > len(node.peers):
+        raise UserError(f"most islands refuse {node.name}: {wrong[0]}")
 
 
-def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool], processes: Processes) -> bool:
-    while not processes.broadcast(lambda: is_known(0.2)):
-        if is_stopping():
-            return False
-    return True
+def _tell(node: Node, told: str, line: str, more: str = "") -> str:
+    """Tell a line unless it was the last one; return it."""
+    if line != told:
+        node.tell(f"{node.name} {line}{more}")
+    return line
+
+
+def _few(names: Collection[str]) -> str:
+    """Return names for a line, of many the first ones and the number of the others."""
+    names = list(names)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,6 +1,5 @@
 """Exchanges of an island as a run's `Sync`: with other processes, over the network, never waited for."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import jax
 
 from noloco_jax.formatting import format_bytes
-from noloco_jax.islands.agent import Met
-from noloco_jax.islands.log import IslandLog
-from noloco_jax.islands.protocol.messages import Status
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.node import Met
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.outer.pairing import Round
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.programs import TrainState
-from noloco_jax.train.messages import Messages
 from noloco_jax.train.sync import News, OuterSteps
 
 _LAST_SECONDS = 10.0  # for the last exchange of a run
@@ -25,32 +22,36 @@ class IslandSync:
     """Exchanges of an island, overlapped with its training.
 
     Args:
+      name: of the island.
       schedule: when outer steps are due.
       steps: its outer steps.
-      log: its event log; None in all of the island's processes but the first.
-      messages: its traffic.
+      num_bytes: of a message.
       linger: state after the last step -> None, serving its weights to islands that are later.
       merge: (state, last step) -> the state with the mean of all islands' weights; None unless the run ends with it.
+      log_every: inner steps between two lines for people on exchanges; metrics have them all.
     """
 
     def __init__(
         self,
+        name: str,
         schedule: SyncSchedule,
         steps: IslandSteps,
-        log: IslandLog | None,
-        messages: Messages,
+        num_bytes: int,
         linger: Callable[[TrainState], None],
         merge: Callable[[TrainState, int], TrainState] | None,
+        log_every: int = 1,
     ):
-        self._steps, self._log, self._messages = steps, log, messages
-        self._linger, self._merge = linger, merge
+        self._name, self._steps, self._num_bytes = name, steps, num_bytes
+        self._linger, self._merge, self._log_every = linger, merge, log_every
         self._schedule = schedule
         self._lines: list[News] = []
         self._met: list[Met] = []  # outcomes of which `news` is to tell
+        self._untold: list[Met] = []  # of them those without a line yet
+        self._step = self._told_at = 0
         self._bytes: int | float = 0  # of messages exchanged since `bytes_sent`
 
     def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
-        state, behind = self._steps.enter(state, step)
+        state, behind = self._steps.apply_arrived(state, step)
         if behind != step:
             self._lines.append(
                 News(f"after step {step}: training continues from another island's weights, after step {behind}")
@@ -59,6 +60,7 @@ class IslandSync:
         return state, behind, stride
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
+        self._step = step
         state = self._steps.warm_up(state)
         assert state.outer is not None
         count = self._schedule.total(step) - self._schedule.total(step - stride)
@@ -67,29 +69,24 @@ class IslandSync:
         first = int(state.outer.num_outer_steps)
         jax.block_until_ready(state.params)
         started = time.perf_counter()
-        state = self._steps.take(state, step, count)
-        seconds = time.perf_counter() - started
-        if self._log is not None:
-            for number in range(first, first + count):
-                exposed = self._steps.seconds_exposed - self._steps.gave_way
-                self._log.round(number, step, self._steps.gave_way, exposed)
-        return state, OuterSteps(first, count, seconds, None)
+        state = self._steps.outer_step(state, step, count)
+        return state, OuterSteps(first, count, time.perf_counter() - started, None)
 
     def finish(self, state: TrainState, step: int) -> TrainState:
         state = self._steps.settle(state, _LAST_SECONDS)
+        self._told_at = -self._log_every  # what has not been told yet is told now
         return state if self._merge is None else self._merge(state, step)
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-        return self._steps.at_rest(state)
+        return self._steps.between_steps(state)
 
     def leave(self, finished: bool) -> None:
-        if self._steps.agent is not None:
-            self._steps.agent.leave(finished=finished)
+        if self._steps.link is not None:
+            self._steps.link.leave(finished=finished)
 
     @property
     def end_reason(self) -> str | None:
-        name = "this island" if self._log is None else self._log.name
-        return f"{name} was removed from the run" if self._steps.is_removed else None
+        return f"{self._name} was removed from the run" if self._steps.is_removed else None
 
     def groups(self, number: int) -> Round | None:
         return None
@@ -101,61 +98,68 @@ class IslandSync:
 
     def news(self, seconds: float) -> Sequence[News]:
         lines, self._lines = self._lines, []
-        if self._steps.agent is None or self._log is None:
+        if self._steps.link is None:
             return lines
         self._take_met()
         met, self._met = self._met, []
         if not met:
             return lines
-        status = self._steps.agent.status()
-        for one in met:
-            size = self._messages.outer_step
-            self._log.exchange(one, self._sent(one))
-            figures = self._figures(one, status, self._log, seconds)
-            lines.append(News(_line(one, status, size), "exchange", figures))
+        status = self._steps.link.status()
+        lines += [News("", "exchange", self._figures(one, status)) for one in met]
+        self._untold += met
+        ended = any(one.outcome == "caught up" for one in met)
+        is_due = self._step - self._told_at >= self._log_every or self._step < self._told_at
+        if is_due or ended:
+            self._told_at = self._step
+            lines.append(News(self._line(status)))
+            self._untold = []
         return lines
 
     def close(self, state: TrainState, finished: bool) -> None:
-        if self._log is not None:
-            self._log.end(finished)
         if finished and self._merge is None:
             self._linger(state)
 
     def _take_met(self) -> None:
-        if self._steps.agent is not None:
-            met = self._steps.agent.take_met()
+        if self._steps.link is not None:
+            met = self._steps.link.take_met()
             self._met += met
-            self._bytes += sum(map(self._sent, met))
+            self._bytes += self._num_bytes * sum(one.outcome in ("met", "late") or not one.factor for one in met)
 
-    def _sent(self, met: Met) -> int | float:
-        """Return the bytes of a message that its partner has received."""
-        was_exchanged = met.outcome in ("met", "late") or not met.factor
-        return self._messages.outer_step if was_exchanged else 0
-
-    def _figures(self, met: Met, status: Status, log: IslandLog, seconds: float) -> dict[str, Any]:
+    def _figures(self, met: Met, status: pb.Status) -> dict[str, Any]:
         """Return what became of a message, and what the exchanges have come to with it, for metrics."""
         return {
-            **dataclasses.asdict(met),
+            **met._asdict(),
             "participation": status.committed / status.due if status.due else 1.0,
             "committed": status.committed,
             "due": status.due,
-            "one_sided_commits": log.one_sided,
+            "one_sided": status.one_sided,
             "seconds_exposed": self._steps.seconds_exposed,
-            "goodput": log.goodput(seconds),
+            "seconds_paused": self._steps.seconds_paused,
         }
 
-
-def _line(met: Met, status: Status, size: int | float) -> str:
-    """Return round, partner, what came of it, bytes, and participation so far, for people."""
-    steps = "1 step" if met.steps_late == 1 else f"{met.steps_late} steps"
-    exchanged = f"met {met.partner} after {steps}, {format_bytes(size)} each way"
-    what = {
-        "met": exchanged,
-        "late": exchanged,
-        "healed": f"these weights came from {met.partner}",
-        "alone": f"alone{f', without {met.partner}' if met.partner else ''}: {met.reason}",
-    }[met.outcome]
-    sided = ", one-sided" if met.one_sided else ""
-    clipped = f", clipped to {100 * met.factor:.2g} %" if 0 < met.factor < 1 else ""
-    share = f", participation {100 * status.committed / status.due:.0f} %" if status.due else ""
-    return f"round {met.round + 1}: {what}{clipped}{sided}{share}"
+    def _line(self, status: pb.Status) -> str:
+        """Return a line on the exchanges since the last one, for people."""
+        met = self._untold
+        rounds = f"round {met[0].round + 1}" if len(met) == 1 else f"rounds {met[0].round + 1} to {met[-1].round + 1}"
+        exchanged = [one for one in met if one.outcome in ("met", "late")]
+        parts = []
+        if exchanged:
+            late = sum(one.steps_late or 0 for one in exchanged) / len(exchanged)
+            names = ", ".join(dict.fromkeys(one.partner for one in exchanged))
+            size = format_bytes(self._num_bytes)
+            parts.append(f"met {names} after {late:.3g} step{'s' * (late != 1)}, {size} each way")
+        reasons: dict[str, int] = {}
+        for one in met:
+            if one.outcome == "alone":
+                text = f"{f'without {one.partner}' if one.partner else 'nobody to meet'}: {one.reason}"
+                reasons[text] = reasons.get(text, 0) + 1
+            elif one.outcome == "caught up":
+                parts.append(f"these weights came from {one.partner}")
+        parts += [f"{count} alone, {text}" if len(met) > 1 else f"alone, {text}" for text, count in reasons.items()]
+        if clipped := [one.factor for one in exchanged if 0 < one.factor < 1]:
+            parts.append(f"clipped to {100 * min(clipped):.2g} %")
+        if one_sided := sum(one.one_sided for one in met):
+            parts.append(f"{one_sided} one-sided")
+        if status.due:
+            parts.append(f"participation {100 * status.committed / status.due:.0f} %")
+        return f"{rounds}: {', '.join(parts)}"

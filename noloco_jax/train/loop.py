@@ -115,7 +115,8 @@ def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, Ste
 
 def _report_news(run: Run, step: int, log: StepLog) -> None:
     for news in run.sync.news(log.totals.seconds):
-        run.progress.note(news.line)
+        if news.line:
+            run.progress.note(news.line)
         if news.kind:
             run.metrics.write(step, news.kind, **news.figures)
 

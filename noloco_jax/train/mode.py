@@ -1,4 +1,4 @@
-"""Modes of a run: all replicas in one program (here), or an island with one replica (`island.mode`)."""
+"""Modes of a run: all replicas in one program (here), or an island with one replica (`islands.mode`)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path

@@ -1,35 +1,21 @@
 """Keys of a run: the command that makes them, how an island loads them, and how replaced ones are revoked."""
 
-import contextlib
 import datetime
 import re
 import shutil
 import stat
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trustme
-from cryptography import x509
 
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.island.command import main as island
-from noloco_jax.islands import network
-from noloco_jax.islands import server as server_module
-from noloco_jax.islands.certificates import names_of, owner_and_issue
-from noloco_jax.islands.client import Client
-from noloco_jax.islands.keys import Credentials, Newest, credentials_for, expiry_warning, load_keys
-from noloco_jax.islands.peer_errors import RefusedError, UnreachableError
-from noloco_jax.islands.protocol.context import Settings
-from noloco_jax.islands.roster import read_roster
-from support.counted import in_time
+from noloco_jax.islands.keys import Credentials, credentials_for, expiry_warning, issue_in, load_keys
+from noloco_jax.islands.roster import MEMBERS_FILE, read_members, read_roster
 from support.disks import small_disk
-from support.islands import Recorder, calling, keys_of, roster_at, running
-from support.rosters import on_loopback
-from support.sites import Site, side_by_side
+from support.served import roster_at
 
 ROSTER = """
 run = "test"
@@ -66,8 +52,11 @@ def openssl(*arguments: object) -> str:
     ).stdout
 
 
-def issue_of(keys: Credentials) -> int:
-    return owner_and_issue(names_of(x509.load_pem_x509_certificate(keys.certificate))[0])[1]
+def keys_of(ca: trustme.CA, name: str, **validity) -> Credentials:
+    """Return keys that another tool has made."""
+    leaf = ca.issue_cert(name, **validity)
+    chain = b"".join(pem.bytes() for pem in leaf.cert_chain_pems)
+    return Credentials(ca.cert_pem.bytes(), chain, leaf.private_key_pem.bytes())
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -127,14 +116,15 @@ def test_replace_overwrites_the_keys_of_the_named_islands_only(roster):
     load_keys(keys / "berlin", "berlin")
 
 
-def test_keys_made_anew_replace_those_of_a_clock_that_was_put_back(roster, monkeypatch):
-    now, newest = time.time_ns, Newest(None)
-    monkeypatch.setattr(time, "time_ns", lambda: now() + 6 * 3600 * 10**9)
+def test_replaced_keys_are_revoked_in_the_next_version_of_the_roster(roster, capsys):
     keys = make(roster)
-    monkeypatch.setattr(time, "time_ns", now)
-    assert newest.admits("paris", issue_of(load_keys(keys / "paris", "paris")))
-    make(roster, "--replace=paris")
-    assert newest.admits("paris", issue_of(load_keys(keys / "paris", "paris")))
+    first = read_members(keys / MEMBERS_FILE, "test", (keys / "ca.pem").read_bytes())
+    assert first.version == 1 and not any(member.issued for member in first.members)
+    make(roster, "--replace=berlin")
+    following = read_members(keys / MEMBERS_FILE, "test", (keys / "ca.pem").read_bytes())
+    assert following.version == 2
+    assert [member.issued for member in following.members] == [0, issue_in(keys / "berlin")]
+    assert "roster version 2 is told to nobody: none of the islands answers" in capsys.readouterr().out
 
 
 def test_keys_are_made_once_a_full_disk_has_room_again():
@@ -253,143 +243,11 @@ def test_expiry_is_warned_of_in_the_last_third_of_a_certificates_validity(tmp_pa
         assert not warned or re.search(r"paris's certificate expires on .*`island keys --replace=paris`", line or "")
 
 
-def test_a_server_refuses_a_replaced_client_certificate_also_after_a_restart(roster):
-    """The server tells certificates of one island apart by their first DNS name alone."""
-    keys = make(roster)
-    old = load_keys(keys / "berlin", "berlin")
-    make(roster, "--replace=berlin")
-    new = load_keys(keys / "berlin", "berlin")
-    paris = load_keys(keys / "paris", "paris")
-    for seen in (False, True):
-        with running(Recorder(), paris) as server:
-            if not seen:
-                assert calling(server.port, old).action("status", {}, 60.0)
-                assert calling(server.port, new).action("status", {}, 60.0)
-            with pytest.raises(RefusedError, match="a certificate of berlin that another has replaced"):
-                calling(server.port, old).action("status", {}, 60.0)
-            assert calling(server.port, new).action("status", {}, 60.0)
-
-
-def test_a_client_refuses_and_names_a_server_with_a_replaced_certificate(roster):
-    """Another process listens at paris's address with its old keys."""
-    keys = make(roster)
-    old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
-    make(roster, "--replace=paris")
-    new = load_keys(keys / "paris", "paris")
-    assert newest.admits("paris", issue_of(new))
-    for shown in (old, new):
-        with running(Recorder(), shown) as server:
-            client = Client(roster_at([server.port]), "berlin", berlin, "paris", newest=newest)
-            if shown is new:
-                assert client.action("status", {}, 60.0)
-            else:
-                with pytest.raises(RefusedError, match=r"paris .* certificate is one that another has replaced"):
-                    client.action("status", {}, 60.0)
-
-
-def test_a_client_accepts_a_newer_server_certificate_from_the_second_call_on(roster):
-    keys = make(roster)
-    old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
-    assert newest.admits("paris", issue_of(old))
-    make(roster, "--replace=paris")
-    with running(Recorder(), load_keys(keys / "paris", "paris")) as server:
-        client = Client(roster_at([server.port]), "berlin", berlin, "paris", newest=newest)
-        with pytest.raises(UnreachableError, match="shows a newer certificate"):
-            client.action("status", {}, 60.0)
-        assert client.action("status", {}, 60.0)
-    with running(Recorder(), old) as server:
-        client = Client(roster_at([server.port]), "berlin", berlin, "paris", newest=newest)
-        with pytest.raises(RefusedError, match="another has replaced"):
-            client.action("status", {}, 60.0)
-
-
-def test_a_client_remembers_a_servers_certificate_and_refuses_an_older_one(roster):
-    keys = make(roster)
-    old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
-    make(roster, "--replace=paris")
-    for shown in (load_keys(keys / "paris", "paris"), old):
-        with running(Recorder(), shown) as server:
-            client = Client(roster_at([server.port]), "berlin", berlin, "paris", newest=newest)
-            if shown is old:
-                with pytest.raises(RefusedError, match="another has replaced"):
-                    client.action("status", {}, 60.0)
-            else:
-                assert client.action("status", {}, 60.0)
-                assert newest.issue_of("paris") == issue_of(shown)
-
-
-@pytest.mark.parametrize("content", ["{", "[1]", '{"paris": "soon"}', '{"paris": null}'])
-def test_a_damaged_list_of_newest_certificates_is_reported(tmp_path, content):
-    (tmp_path / "newest.json").write_text(content)
-    with pytest.raises(UserError, match=r"newest.json is damaged: delete it"):
-        Newest(tmp_path)
-
-
-def test_a_running_island_reloads_renewed_keys_and_keeps_exchanging(roster, monkeypatch):
-    monkeypatch.setattr(network, "_KEYS_SECONDS", 0.2)
-    keys = make(roster)
-    names = ("paris", "berlin")
-    listed = on_loopback(*names)
-    settings = Settings(patience=40)  # short rounds, which do not get longer on a busy machine
-    sites = [Site(name, listed, settings=settings, credentials=load_keys(keys / name, name)) for name in names]
-    side_by_side(*[site.open for site in sites])
-    side_by_side(*[lambda site=site: site.train(2, 0.3) for site in sites])
-    make(roster, "--replace=paris")
-    assert in_time(lambda: any("paris has read new keys" in line for line in sites[0].lines))
-    side_by_side(*[lambda site=site: site.train(6, 0.5) for site in sites])
-    side_by_side(*[site.close for site in sites])
-    assert all(site.share(5) == 1 for site in sites), sites[0].met
-
-
-@contextlib.contextmanager
-def open_network(roster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Path, list[str]]]:
-    """Yield the network of paris, which looks at its keys ten times a second, their folder, and the lines told."""
-    monkeypatch.setattr(network, "_KEYS_SECONDS", 0.1)
-    keys = make(roster) / "paris"
-    lines: list[str] = []
-    opened = network.Network(roster_at([]), "paris", load_keys(keys, "paris"), lines.append)
-    opened.open(Recorder().handlers)
-    try:
-        yield opened, keys, lines
-    finally:
-        opened.close()
-
-
-def test_new_keys_that_cannot_be_taken_are_told_once_with_the_reason(roster, monkeypatch):
-    with open_network(roster, monkeypatch) as (_, keys, lines):
-        make(roster, "--replace=paris")
-        (keys / "key.pem").chmod(0o644)
-        assert in_time(lambda: any("goes on with its old keys: others can read" in line for line in lines)), lines
-        time.sleep(0.5)
-        assert sum("goes on with its old keys" in line for line in lines) == 1
-        (keys / "key.pem").chmod(0o600)
-        assert in_time(lambda: "has read new keys" in lines[-1])
-
-
-def test_an_island_that_could_not_listen_with_new_keys_tries_again(roster, monkeypatch):
-    flight, refused = server_module._Flight, iter([True] * (server_module._TRIES * 2))
-
-    def listening(*arguments: Any) -> Any:
-        if next(refused, False):
-            raise RuntimeError("port in use")
-        return flight(*arguments)
-
-    with open_network(roster, monkeypatch) as (opened, keys, lines):
-        monkeypatch.setattr(server_module, "_Flight", listening)
-        monkeypatch.setattr(server_module.time, "sleep", lambda seconds: None)
-        make(roster, "--replace=paris")
-        assert in_time(lambda: bool(lines) and "has read new keys" in lines[-1], 60)
-        assert any("nobody can call it, as it cannot listen" in line for line in lines)
-        assert calling(opened.roster.address("paris").port, load_keys(keys.parent / "berlin", "berlin")).action(
-            "status", {}, 60.0
-        )
-
-
 def test_keys_are_optional_only_if_all_islands_are_on_one_machine(roster, tmp_path):
-    assert credentials_for(roster_at([7070, 7071]), "paris", None) is None
+    assert credentials_for(roster_at({}), "paris", None) is None
     with pytest.raises(UserError, match=r"paris at paris.example.org:7070 can be reached from other machines: give"):
         credentials_for(read_roster(roster), "berlin", None)
     keys = make(roster)
     assert credentials_for(read_roster(roster), "berlin", keys / "berlin") is not None
     with pytest.raises(UserError, match="no island 'x'"):
-        credentials_for(roster_at([7070, 7071]), "x", None)
+        credentials_for(roster_at({}), "x", None)

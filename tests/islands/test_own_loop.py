@@ -21,20 +21,19 @@ from jax.sharding import PartitionSpec as P
 import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as command_line
-from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.protocol.catch_up import CatchUp
-from noloco_jax.islands.roster import Address, Island, Roster
-from noloco_jax.outer.fragments import Fragments, described
-from noloco_jax.own_loop.checkpoints import OwnCheckpoints
-from noloco_jax.own_loop.forms import summary
-from noloco_jax.own_loop.fresh import Fresh, begins_anew
-from noloco_jax.own_loop.island import _shown
+from noloco_jax.islands.checkpoints import OwnCheckpoints
+from noloco_jax.islands.forms import summary
+from noloco_jax.islands.fresh import Fresh, begins_anew
+from noloco_jax.islands.island import _shown
+from noloco_jax.islands.payload import ArraySpec
+from noloco_jax.islands.roster import Roster
 from support import processes, warm
+from support.at_once import side_by_side, wait_for_exchanges
+from support.live_island import wait_for
 from support.paths import ROOT
 from support.ports import free_ports
 from support.rosters import on_loopback, written
-from support.sites import side_by_side
-from support.training_islands import wait_until
+from support.training_islands import begin_without_the_absent
 
 NAMES = ("paris", "berlin")
 SHAPES = {"w": (64, 96), "b": (96,)}
@@ -72,7 +71,7 @@ def trained(
         with nj.Island(roster, name, workdir=folder / name, outer=outer(), report=quiet) as island:
             params, _, step = island.begin(weights())
             begun.wait()  # otherwise an island that has ended a round would be the other's donor
-            island._sync._steps._at_once = True
+            wait_for_exchanges(island._sync._steps)
             while step < STEPS:
                 params, _, step = island.step(moved(params, name, step))
             results[name] = params, island.merge(params)
@@ -176,7 +175,7 @@ def test_a_checkpoint_restores_values_shardings_random_keys_and_numbers(roster, 
 
 @pytest.mark.parametrize("catch_up", ["weights", "whole"])
 def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catch_up, tmp_path, monkeypatch):
-    monkeypatch.setattr(CatchUp, "_waits_for_absent", lambda *_: False)
+    begin_without_the_absent(monkeypatch)
     names = (*NAMES, "rome")
     roster = on_loopback(*names, run="own")
     is_over, late = threading.Event(), threading.Event()
@@ -265,15 +264,15 @@ def test_an_invited_island_joins_running_loops_and_exchanges_with_both(roster, t
         return any(f"met {other}" in line for line in said[name])
 
     def join_running() -> None:
-        wait_until(lambda: has_met("paris", "berlin"))
+        wait_for(lambda: has_met("paris", "berlin"))
         assert command_line(["invite", "--name=oslo", f"--address=127.0.0.1:{port}", f"--keys={keys}"]) == 0
         train("oslo", keys / "oslo" / "members.json")
 
     def watch() -> None:
         try:
-            wait_until(lambda: all(has_met(name, "oslo") and has_met("oslo", name) for name in NAMES))
+            wait_for(lambda: all(has_met(name, "oslo") and has_met("oslo", name) for name in NAMES))
             merge = ["merge", f"--roster={tmp_path / 'roster.toml'}", f"--keys={keys}", f"--out={tmp_path / 'merged'}"]
-            with pytest.raises(UserError, match=r"the islands of own train in a loop of their own"):
+            with pytest.raises(UserError, match=r"is a loop of your own"):
                 command_line(merge)
         finally:
             is_over.set()
@@ -369,13 +368,6 @@ def test_schedules_of_the_outer_step_are_compared_by_their_values():
     assert _shown(0.5) == "0.5"
 
 
-def test_an_island_begins_with_fragments_that_tell_where_a_shard_lies(roster, tmp_path):
-    """Guard a regression: the function was taken for a schedule of the round."""
-    outer = nj.noloco(fragments=Fragments(2, origin=lambda path, shape: [0] * len(shape)))
-    with nj.Island(roster, "paris", workdir=tmp_path, outer=outer, report=quiet) as island:
-        assert "outer.origin" not in island._identity({}).config
-
-
 def test_weights_that_are_not_finite_are_not_saved(begun_island, tmp_path):
     island, (params, rest, _) = begun_island
     params = {**params, "b": np.full(96, np.nan, np.float32)}
@@ -392,12 +384,12 @@ def test_an_island_saves_after_a_merge_in_which_a_correction_arrived(roster, tmp
         with nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet) as island:
             params, _, step = island.begin(weights())
             both.wait()
-            island._sync._steps.enter = lambda state, step: (state, step)  # type: ignore[method-assign]
+            island._sync._steps.apply_arrived = lambda state, step: (state, step)  # type: ignore[method-assign]
             for step in range(2):  # the exchange after the second is left for the merge
                 params, _, _ = island.step(moved(params, name, step))
-            assert island._agent is not None
+            assert island._link is not None
             merged = island.merge(params)
-            assert island._agent.status().committed == 1
+            assert island._link.status().committed == 1
             with saving:  # Orbax mixes up concurrent saves in one process
                 saved[name] = island.save(merged)[0]
             np.testing.assert_array_equal(saved[name]["w"], merged["w"])
@@ -475,17 +467,6 @@ def test_windows_saved_for_other_fragments_are_refused(roster, tmp_path):
         checkpoints.close()
 
 
-def test_windows_saved_without_a_layout_of_fragments_are_refused_by_that_reason(tmp_path):
-    arrays = {"w": ArraySpec((3,), np.dtype(np.float32))}
-    checkpoints = OwnCheckpoints(tmp_path, arrays, keep=3)  # as every version before fragments had a layout
-    checkpoints.save(5, [np.zeros(3, np.float32)], {})
-    checkpoints.close()
-    checkpoints = OwnCheckpoints(tmp_path, {**arrays, "fragments": described(8)}, keep=3)
-    with pytest.raises(UserError, match=r"other fragments, or by an earlier version .*: resume with those"):
-        checkpoints.restore(5, [jax.ShapeDtypeStruct((3,), np.float32)])
-    checkpoints.close()
-
-
 def normal(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     return {"w": rng.normal(size=(30, 40)).astype(np.float32), "norm": np.ones(7, np.float32)}
@@ -495,12 +476,12 @@ def normal(seed: int) -> dict[str, Any]:
     ("given", "line"),
     [
         (lambda name: {"common": {"lr": 0.2 if name == "rome" else 0.1}}, "common.lr: 0.2 here, 0.1 at"),
-        (lambda name: {"seed": int(name == "rome")}, r"first_weights: norm 3\S+ and sum \S+ x norm here, norm 3"),
+        (lambda name: {"seed": int(name == "rome")}, r"first weights: norm 3\S+ and sum \S+ x norm here, norm 3"),
     ],
     ids=["common", "first weights"],
 )
 def test_an_island_with_a_different_value_is_refused_naming_the_value(given, line, tmp_path, monkeypatch):
-    monkeypatch.setattr(CatchUp, "_waits_for_absent", lambda *_: False)  # once it has ended
+    begin_without_the_absent(monkeypatch)  # once it has ended
     names = (*NAMES, "rome")
     roster = on_loopback(*names, run="own")
     refused: list[BaseException] = []
@@ -558,7 +539,7 @@ def test_both_processes_of_an_example_exchange_and_end_with_one_model(
 @pytest.mark.parametrize("options", [{}, {"fragments": 3}])
 def test_islands_in_a_users_loop_are_paired_like_replicas_of_an_optax_loop(options, tmp_path):
     names = ("paris", "berlin", "rome", "oslo")
-    roster = Roster("own", tuple(Island(name, Address("127.0.0.1", 1)) for name in names))
+    roster = on_loopback(*names, run="own")
     outer, pairing = nj.noloco(**options), nj.RandomPairing(4)
     islands = [nj.Island(roster, name, workdir=tmp_path / name, outer=outer, report=quiet) for name in names]
     for number in range(12):
@@ -568,7 +549,7 @@ def test_islands_in_a_users_loop_are_paired_like_replicas_of_an_optax_loop(optio
             for pair in pairing.pool[int(pairing.pool_index(draw, fragment))]
             for i, j in (pair, pair[::-1])
         }
-        assert {name: it._partner(number) for name, it in zip(names, islands, strict=True)} == expected
+        assert {name: it._partner(names, number, name) for name, it in zip(names, islands, strict=True)} == expected
 
 
 def test_outer_optimizers_keep_their_schedule_and_fragments():

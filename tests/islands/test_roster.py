@@ -5,7 +5,21 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.roster import Address, parse_address, read_roster
+from noloco_jax.islands.certificates import make_authority, pem_of
+from noloco_jax.islands.roster import (
+    MAX_BYTES,
+    Address,
+    BadRosterError,
+    Member,
+    Roster,
+    changes,
+    newest,
+    parse_address,
+    parse_document,
+    read_members,
+    read_roster,
+    write_members,
+)
 
 RIGHT = """
 run = "c4-125m"
@@ -30,8 +44,8 @@ def write_roster(folder: Path, text: str) -> Path:
 def test_an_islands_place_in_the_file_is_its_replica(tmp_path):
     roster = read_roster(write_roster(tmp_path, RIGHT))
     assert (roster.run, roster.names) == ("c4-125m", ("paris", "berlin-2"))
-    assert [roster.index(name) for name in roster.names] == [0, 1]
-    assert roster.address("berlin-2") == Address("2001:db8::7", 7071)
+    assert [roster.member(name).id for name in roster.names] == [0, 1]
+    assert roster.member("berlin-2").address == Address("2001:db8::7", 7071)
 
 
 def test_an_address_is_unchanged_by_parsing_and_formatting():
@@ -50,17 +64,17 @@ def test_loopback_addresses_are_those_that_no_other_machine_reaches(host, is_loo
     assert Address(host, 1).is_loopback is is_loopback
 
 
-def test_the_version_depends_only_on_the_names_and_their_order(tmp_path):
-    version = read_roster(write_roster(tmp_path, RIGHT)).version
+def test_the_digest_of_founders_depends_only_on_the_names_and_their_order(tmp_path):
+    founders = read_roster(write_roster(tmp_path, RIGHT)).founders
     same = RIGHT.replace("eight", "nine").replace("paris.example.org:7070", "10.0.0.7:7000")
-    assert read_roster(write_roster(tmp_path, same)).version == version
+    assert read_roster(write_roster(tmp_path, same)).founders == founders
     head, first, second = RIGHT.split("[[island]]")
     for other in (
         RIGHT.replace("c4-125m", "c4-1b"),
         RIGHT.replace("berlin-2", "berlin-3"),
         "[[island]]".join([head, second + "\n", first]),
     ):
-        assert read_roster(write_roster(tmp_path, other)).version != version
+        assert read_roster(write_roster(tmp_path, other)).founders != founders
 
 
 @pytest.mark.parametrize(
@@ -116,6 +130,100 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
     roster = read_roster(write_roster(tmp_path, RIGHT))
     with pytest.raises(UserError, match="has no island 'pari': did you mean 'paris'"):
-        roster.index("pari")
+        roster.member("pari")
     with pytest.raises(UserError, match="has no island 'x': it has paris, berlin-2"):
-        roster.address("x")
+        roster.member("x")
+
+
+@pytest.fixture(scope="module")
+def authority():
+    certificate, key = make_authority("run")
+    return pem_of(certificate), key
+
+
+def signed(key, **fields) -> Roster:
+    rows = tuple(Member(i, name, Address("10.0.0.1", 7000 + i)) for i, name in enumerate(("paris", "berlin")))
+    made = Roster("run", rows, 2)
+    return made.changed(made.members[1]._replace(**fields)).signed(key)
+
+
+def test_a_signed_roster_comes_back_as_it_was(authority, tmp_path):
+    pem, key = authority
+    roster = (
+        signed(key, until_round=7, issued=123).changed(Member(2, "oslo", Address("", 0), from_round=40)).signed(key)
+    )
+    assert roster.version == 2
+    assert parse_document(roster.document, "run", pem) == roster
+    write_members(tmp_path / "members.json", roster)
+    assert read_members(tmp_path / "members.json", "run", pem) == roster
+
+
+def test_members_of_a_round_are_those_between_their_first_and_last(authority):
+    _, key = authority
+    roster = signed(key, until_round=10).changed(Member(2, "oslo", Address("h", 1), from_round=5))
+    assert [roster.active(round) for round in (0, 5, 9, 10)] == [
+        ("paris", "berlin"),
+        ("paris", "berlin", "oslo"),
+        ("paris", "berlin", "oslo"),
+        ("paris", "oslo"),
+    ]
+    assert not roster.is_over("berlin", 9) and roster.is_over("berlin", 10) and roster.is_over("nobody", 0)
+    assert roster.founders == signed(key).founders
+
+
+def test_a_roster_that_another_has_signed_or_changed_is_refused(authority):
+    pem, key = authority
+    document = signed(key).document
+    with pytest.raises(BadRosterError, match="has not signed it"):
+        parse_document(signed(make_authority("run")[1]).document, "run", pem)
+    with pytest.raises(BadRosterError, match="of the run 'run'"):
+        parse_document(document, "other", pem)
+    for position in range(0, len(document), 7):
+        changed = bytearray(document)
+        changed[position] ^= 1
+        with pytest.raises(BadRosterError):
+            parse_document(bytes(changed), "run", pem)
+    for garbage in (b"", b"x", bytes(100), bytes(MAX_BYTES + 1)):
+        with pytest.raises(BadRosterError):
+            parse_document(garbage, "run", pem)
+
+
+def test_a_roster_of_two_rows_with_one_name_is_refused(authority):
+    pem, key = authority
+    rows = (Member(0, "paris", Address("h", 1)), Member(1, "paris", Address("h", 2)))
+    with pytest.raises(BadRosterError, match="one name or one id"):
+        parse_document(Roster("run", rows, 2, 1).signed(key).document, None, pem)
+
+
+def test_the_higher_version_wins_and_that_of_other_founders_is_refused(authority, tmp_path):
+    pem, key = authority
+    roster, path = signed(key), tmp_path / "members.json"
+    first = Roster("run", tuple(member._replace(address=Address("h", 1)) for member in roster.members), 2)
+    assert newest(path, first, pem) is first
+    write_members(path, roster)
+    assert newest(path, first, pem) == roster
+    assert newest(path, roster.changed(roster.members[0]), pem).version == 2
+    other = Roster("run", (*first.members, Member(2, "rome", Address("h", 3))), 3)
+    with pytest.raises(UserError, match="is of the islands paris, berlin, and the roster has paris, berlin, rome"):
+        newest(path, other, pem)
+    with pytest.raises(UserError, match="give --keys"):
+        newest(path, first, None)
+    path.write_text("{}")
+    with pytest.raises(UserError, match="bring back a copy"):
+        newest(path, first, pem)
+
+
+def test_changes_are_told_in_a_line_each(authority):
+    _, key = authority
+    former = signed(key)
+    moved = former.changed(former.members[0]._replace(address=Address("h", 1)))
+    removed = moved.changed(moved.members[1]._replace(until_round=9))
+    joined = removed.changed(Member(2, "oslo", Address("", 0), from_round=5))
+    assert changes(former, joined.changed(joined.members[0]._replace(issued=1))) == [
+        "paris is at h:1 from now on",
+        "berlin is removed: no member from round 10 on",
+        "oslo, which only dials out, is a member from round 6 on",
+    ]
+    assert changes(former, former.changed(former.members[0]._replace(issued=1))) == [
+        "paris has new keys: every older certificate is refused"
+    ]

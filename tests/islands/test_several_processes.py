@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax.island.merge import mean_of, of_live_islands
-from noloco_jax.islands.discovery import read_run
+from noloco_jax.island.command import main as island
 from support import processes
 from support.archipelago import Archipelago
 
@@ -77,8 +76,8 @@ def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor
         islands.start("berlin")
         islands.until(lambda: islands.has_met("berlin", after=back), "berlin", *both)
         assert "these weights came from paris" in islands.said("berlin")
-        source = of_live_islands(read_run(tmp_path / "berlin.toml"), islands.keys, ask_seconds=10, seconds=60)
-        assert mean_of(source, print).rounds.keys() == {*NAMES}
+        flags = [f"--roster={tmp_path / 'berlin.toml'}", f"--keys={islands.keys}", f"--out={tmp_path / 'merged'}"]
+        assert island(["merge", *flags, "--at_least=2"]) == 0
 
         islands.signal("paris.1", signal.SIGTERM)
         islands.signal("berlin", signal.SIGTERM)

@@ -1,206 +1,179 @@
-"""Islands that train over Flight on loopback, in threads of one process."""
+"""Training of islands on several devices, with sharded or offloaded states, and from a peer's weights."""
 
+import dataclasses
+import itertools
+import sys
 import threading
-import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from noloco_jax import draws
-from noloco_jax.island.mode import IslandMode
-from noloco_jax.islands.agent import Healed, Met
-from noloco_jax.islands.log import IslandLog, earlier_events
-from noloco_jax.islands.protocol.messages import Status
+from noloco_jax.config import TrainConfig
+from noloco_jax.islands.catch_up import CaughtUp
+from noloco_jax.islands.membership import Membership
+from noloco_jax.islands.mode import IslandMode
+from noloco_jax.islands.node import Met
+from noloco_jax.islands.payload import EXACT, WHOLE, StateForms, specs_of
 from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
 from noloco_jax.islands.sync import IslandSync
-from noloco_jax.methods import schedule_of
 from noloco_jax.schedule import SyncSchedule
-from noloco_jax.spmd.compile import PROGRAMS
-from noloco_jax.spmd.inner import at_step
-from noloco_jax.spmd.programs import TrainState
-from noloco_jax.train.messages import Messages
-from support.sites import side_by_side
-from support.training_islands import NAMES, World, round_of, small, train, wait_until
+from noloco_jax.spmd.compile import PROGRAMS, compile_programs
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import TrainState, build_programs, shardings_of
+from noloco_jax.train.training import _open_metrics
+from support.at_once import side_by_side, wait_for_exchanges
+from support.fake_wandb import FakeWandb
+from support.live_island import wait_for
+from support.rosters import on_loopback
+from support.training_islands import NAMES, World, begin_without_the_absent, small
 
-STATUS = Status(1, 4, True, True, 2, 3, 0.0, "")
-
-
-def learning_rate_counts(state: TrainState) -> set[int]:
-    """Return the step counts of the learning rate schedule in the inner optimizer's state."""
-    parts = jax.tree.leaves(state.inner, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
-    return {int(np.asarray(part.count)[0]) for part in parts if isinstance(part, optax.ScaleByScheduleState)}
+PAIR = dataclasses.replace(small(), num_replicas=2, num_steps=9)
 
 
-def test_a_four_times_slower_island_ends_rounds_with_the_fast_one_and_weighs_less(tmp_path):
-    world = World(small(sync_every=8), tmp_path)
-    schedule, rounds = schedule_of(world.config), 24
-    assert schedule is not None
-    ends: dict[str, list[float]] = {}
-    weights: dict[str, list[float]] = {}
-    shares: dict[str, float] = {}
-
-    def train(replica: int, seconds: float) -> None:
-        name = NAMES[replica]
-        agent, island = world.join(name, pace="time")
-        correct = agent._codec.correction
-
-        def noted(own: Any, others: Any, weight: float, *factors: Any) -> Any:
-            weights.setdefault(name, []).append(weight)
-            return correct(own, others, weight, *factors)
-
-        agent._codec.correction = noted  # type: ignore[method-assign]
-        state, step, taken = world.programs.init(draws.key(0)), 0, 0
-        state = world.inner(world.programs, state, 1, range(replica, replica + 1))  # compiles
-        ready.wait()
-        while step < rounds * 8:
-            state, step = island.enter(state, step)
-            state, stride = island.advance(state, step, rounds * 8 - step)
-            assert learning_rate_counts(state) == {step + stride - 1}
-            time.sleep(seconds)
-            before, step, taken = step, step + stride, taken + 1
-            state = world.inner(world.programs, state, step, range(replica, replica + 1))
-            count = schedule.total(step) - schedule.total(before)
-            state = island.take(state, step, count)
-            ends.setdefault(name, []).extend([time.monotonic()] * count)
-        shares[name] = taken / (rounds * 8)
-        ready.wait()
-        agent.close()
-
-    ready = threading.Barrier(2, timeout=100)
-    side_by_side(lambda: train(0, 0.1), lambda: train(1, 0.4))
-    assert len(ends["paris"]) == len(ends["berlin"]) == rounds
-    assert shares["paris"] > 0.7 and shares["berlin"] < 0.6
-    apart = [abs(one - other) for one, other in zip(ends["paris"], ends["berlin"], strict=True)]
-    round_seconds = (ends["paris"][-1] - ends["paris"][0]) / (rounds - 1)
-    assert np.median(apart[rounds // 2 :]) < round_seconds
-    assert np.median(weights["paris"]) < 0.4 and np.median(weights["berlin"]) > 0.6
+def laid_out(offload: bool = False, **sizes: int) -> TrainConfig:
+    outer = dataclasses.replace(PAIR.outer, offload=offload)
+    return dataclasses.replace(PAIR, outer=outer, mesh=dataclasses.replace(PAIR.mesh, **sizes))
 
 
-def test_saved_weights_include_every_correction_committed_in_their_journal(world, tmp_path):
-    world.begin(tmp_path)
-    meeting = round_of("paris", "berlin", world)
-    results: list[Any] = []
-
-    def one(replica: int) -> None:
-        agent, island = world.join(NAMES[replica])
-        state, step = world.programs.init(draws.key(0)), 0
-        for _ in range(meeting + 1):
-            state, step = train(world, island, state, step, replica)
-        before = np.array(state.params["embed"])
-        wait_until(lambda: agent.status().committed == 1)
-        state, journal = island.at_rest(state)
-        assert journal is not None and journal["round"] == meeting
-        committed = [xid for *xid, outcome in journal["outcomes"] if outcome == "committed"]
-        results.append((committed, np.array(state.params["embed"]) - before))
-        is_over.wait()
-        agent.close()
-
-    is_over = threading.Barrier(2, timeout=60)
-    side_by_side(lambda: one(0), lambda: one(1))
-    (first, correction), (second, opposite) = results
-    assert first == second and len(first) == 1
-    np.testing.assert_allclose(correction, -opposite, atol=1e-7)
-    assert np.abs(correction).max() > 1e-4
+def trained_together(folder: Path) -> TrainState:
+    """Train two replicas in one program; return the final state on the host."""
+    world = World(PAIR, folder)
+    mesh = make_mesh(PAIR, jax.devices()[:2])
+    world.programs = compile_programs(PAIR, build_programs(PAIR, mesh), only=("inner_step", "outer_step"))
+    assert world.programs.outer_step is not None
+    state = world.programs.init(draws.key(PAIR.seed))
+    for step in range(1, PAIR.num_steps + 1):
+        state = world.inner(state, step, range(2))
+        if step % PAIR.outer.sync_every == 0:
+            params, outer = world.programs.outer_step(state.params, state.outer)
+            state = TrainState(params, state.inner, outer)
+    return jax.device_get(state)
 
 
-def test_corrections_of_a_running_exchange_are_taken_after_the_current_step_ends():
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: y @ x, x))
-    state = TrainState({"w": slow(np.ones((300, 300), np.float32))}, (), None)
-    was_ready: list[bool] = []
+def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainState]:
+    """Train an island per configuration on its own devices, waiting for each exchange; return the final states."""
+    world, devices = World(PAIR, folder), iter(jax.devices())
+    final: dict[int, TrainState] = {}
 
-    def take() -> list[Any]:
-        was_ready.append(state.params["w"].is_ready())
-        return []
+    def train(replica: int, config: TrainConfig, devices: list[Any]) -> None:
+        mine = World.__new__(World)
+        mine.__dict__.update(world.__dict__)
+        mine.config, mine.own = config, dataclasses.replace(config, num_replicas=1)
+        programs = build_programs(mine.own, make_mesh(mine.own, devices))
+        mine.programs = compile_programs(mine.own, programs, only=("inner_step",))
+        link, island = mine.join(NAMES[replica])
+        wait_for_exchanges(island)
+        state = mine.programs.init(draws.key(config.seed))
+        for step in range(1, config.num_steps + 1):
+            state = mine.inner(state, step, range(replica, replica + 1))
+            assert shardings_of(state.outer) == shardings_of(mine.programs.resting.outer)
+            state = island.outer_step(state, step, int(step % config.outer.sync_every == 0))
+        assert [one.outcome for one in link.take_met()] == ["met"] * 4
+        assert island.seconds_exposed > 0
+        final[replica] = jax.device_get(state)
+        leaves = dict(enumerate(map(np.asarray, jax.tree.leaves(final[replica]))))
+        again, _ = island.caught_up(CaughtUp(3, 9, leaves, whole=True))
+        assert shardings_of(again) == shardings_of(mine.programs.resting)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), final[replica])
+        link.close()
 
-    quiet: Any = SimpleNamespace(
-        pause=lambda: 0.0,
-        is_exchanging=True,
-        take=take,
-        wants_state=False,
-        is_removed=False,
-        snapshots=SimpleNamespace(wanted=False),
-    )
-    unused: Any = None
-    IslandSteps(quiet, unused, unused, lambda step: 1).enter(state, 0)
-    assert was_ready == [True]
+    works = []
+    for replica, config in enumerate(configs):
+        own = list(itertools.islice(devices, config.mesh.fsdp * config.mesh.tensor))
+        works.append(lambda replica=replica, config=config, own=own: train(replica, config, own))
+    side_by_side(*works)
+    return [final[replica] for replica in range(2)]
+
+
+@pytest.fixture(scope="module")
+def one_program(tmp_path_factory) -> TrainState:
+    return trained_together(tmp_path_factory.mktemp("together"))
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [[{"tensor": 2}, {"fsdp": 2, "tensor": 2}], [{"fsdp": 2, "offload": True}, {"offload": True}]],
+    ids=["each-its-own", "offloaded"],
+)
+def test_islands_of_any_layout_match_the_states_of_one_program(tmp_path, one_program, layouts):
+    found = trained_as_islands([laid_out(**layout) for layout in layouts], tmp_path)
+    for path, expected in jax.tree.leaves_with_path(one_program):
+        for replica in range(2):
+            mine = dict(jax.tree.leaves_with_path(found[replica]))[path]
+            row = slice(replica, replica + 1) if expected.ndim else ()
+            np.testing.assert_allclose(mine, expected[row], rtol=5e-4, atol=5e-6, err_msg=str((replica, path)))
+    embed = np.asarray(one_program.params["embed"])
+    assert np.abs(embed[0] - embed[1]).max() > 1e-4  # they are no copies of each other
 
 
 @pytest.mark.parametrize("catch_up", ["weights", "whole"])
-def test_a_late_joiner_continues_from_a_donors_state(world, tmp_path, catch_up):
-    world.begin(tmp_path)
-    states: list[Any] = []
-    is_over = threading.Event()
-    ready = threading.Barrier(3, timeout=60)
+def test_a_late_joiner_continues_from_a_donor_s_weights_and_position(tmp_path, monkeypatch, catch_up):
+    begin_without_the_absent(monkeypatch)
+    world = World(dataclasses.replace(small(), num_replicas=3), tmp_path)
+    is_over, late, states = threading.Event(), threading.Event(), dict[tuple[str, int], Any]()
 
     def donor(replica: int) -> None:
-        agent, island = world.join(NAMES[replica])
+        link, island = world.join(NAMES[replica])
         state, step = world.programs.init(draws.key(0)), 0
-        ready.wait()
-        for _ in range(3):
-            state, step = train(world, island, state, step, replica)
-            agent.settle(step // 2 - 1, 2.0)
-            state, step = island.enter(state, step)
-        states.append(jax.device_get(state))
-        ready.wait()
+        while step < 8:
+            state, step = island.apply_arrived(state, step)
+            step += 1
+            state = world.inner(state, step, range(replica, replica + 1))
+            state = island.outer_step(state, step, int(step % 2 == 0))
+            link.settle(step // 2 - 1, 5.0)
+        state, _ = island.apply_arrived(state, step)
+        wait_for(lambda: not link._inbox)
+        states[NAMES[replica], step] = jax.device_get(state)
+        late.set()
         while not is_over.wait(0.01):
-            state, step = island.enter(state, step)
-        agent.close()
+            island.serve(state, step)
+        link.close()
 
     def joiner() -> None:
         try:
-            ready.wait()
-            ready.wait()
-            agent, island = world.join(NAMES[2], catch_up=catch_up)
-            state, step = island.enter(world.programs.init(draws.key(1)), 0)
-            assert (step, int(state.outer.num_outer_steps)) == (6, 3)
-            mine = jax.device_get(state)
-            (donor,) = [one for one in states if is_equal(mine.params, one.params)]
-            if catch_up == "whole":
-                assert is_equal(mine, donor)
-            else:
-                first = world.programs.from_params(jax.tree.map(lambda x: x[0], donor.params))
-                assert is_equal(mine.outer.rule, first.outer.rule)
-                assert is_equal(mine.inner, at_step(first.inner, 7))
-            later, _ = island.advance(state, step, 1)
-            stepped = world.inner(world.programs, jax.tree.map(jnp.copy, later), 7, range(2, 3))
-            warmed = jax.device_get(island.warm_up(stepped))
-            share = 1 if catch_up == "whole" else 1 / (WARM_UP_STEPS + 1)
-            for x, before, after in zip(
-                *map(jax.tree.leaves, (warmed.params, mine.params, stepped.params)), strict=True
-            ):
-                np.testing.assert_allclose(x, before + share * (np.asarray(after) - before), rtol=1e-5, atol=1e-7)
-            state = later
-            assert island.at_rest(state)[1] is not None
-            agent.close()
+            assert late.wait(100)
+            link, island = world.join(NAMES[2], catch_up=catch_up)
+            state, step = island.apply_arrived(world.programs.init(draws.key(1)), 0)
+            assert step == 8 and state.outer is not None and int(state.outer.num_outer_steps) == 4
+            (met,) = link.take_met()
+            assert met.outcome == "caught up" and met.round == 3
+            theirs = states[met.partner, 8]
+            for mine, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(theirs.params), strict=True):
+                size = np.abs(other).max() / 127
+                np.testing.assert_allclose(mine, other, atol=0 if catch_up == "whole" else 0.51 * size + 1e-9)
+            equal = jax.tree.map(np.array_equal, jax.device_get(state.inner), theirs.inner)
+            assert all(jax.tree.leaves(equal)) is (catch_up == "whole")
+            link.close()
         finally:
             is_over.set()
 
     side_by_side(lambda: donor(0), lambda: donor(1), joiner)
 
 
-def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(world):
+def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(tmp_path):
+    world = World(PAIR, tmp_path)
     weights: list[int] = []
-    agent: Any = SimpleNamespace(stride=lambda most: 1, end_round=lambda round, tokens, *_: weights.append(tokens))
+    link: Any = SimpleNamespace(
+        stride=lambda most: 1, round_ended=lambda number, step, message, norm, tokens: weights.append(tokens)
+    )
+    mode = IslandMode(SimpleNamespace(name="paris", roster=world.roster))  # type: ignore[arg-type]
+    mode.prepare(world.own, world.programs)
     state = world.programs.init(draws.key(0))
-    island = IslandSteps(agent, world.solo, lambda item: state, lambda step: 1000)
-    state, step = island.healed(Healed(-1, 0, {}, False))
+    island = IslandSteps(link, mode._solo, lambda item: state, lambda step: 1000)
+    state, step = island.caught_up(CaughtUp(-1, 0, {}, False))
     for step in range(1, WARM_UP_STEPS + 5):
         state, _ = island.advance(state, step - 1, 1)
-        state = island.warm_up(world.inner(world.programs, state, step, range(1)))
+        state = island.warm_up(world.inner(state, step, range(1)))
         if step % 2 == 0:
-            state = island.take(state, step, 1)
+            state = island.outer_step(state, step, 1)
     shares = [min(step / (WARM_UP_STEPS + 1), 1) for step in range(1, WARM_UP_STEPS + 5)]
     expected = [1000 * (one + other) / 2 for one, other in zip(shares[::2], shares[1::2], strict=True)]
     np.testing.assert_allclose(weights, expected, atol=1.01)
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
 def test_an_island_compiles_only_the_programs_of_a_run_that_it_calls():
@@ -208,25 +181,59 @@ def test_an_island_compiles_only_the_programs_of_a_run_that_it_calls():
     assert {*PROGRAMS} - {*IslandMode.unused} == {"share_batch", "inner_step", "evaluate"}
 
 
-def test_the_bytes_sent_are_those_of_the_messages_in_the_log(tmp_path):
-    """Do not count messages without a partner, or whose exchange never committed; count one that was left out."""
+def test_the_bytes_sent_are_those_of_messages_that_were_exchanged_and_lines_come_every_few_steps():
     met = [
-        Met(0, "berlin", "met"),
+        Met(0, "berlin", "met", steps_late=1),
         Met(1, "", "alone", reason="an odd number of islands"),
         Met(2, "rome", "alone", reason="not committed in time"),
-        Met(3, "berlin", "late", lag=1),
-        Met(4, "rome", "alone", factor=0.0),
+        Met(3, "berlin", "late", lag=1, steps_late=4),
+        Met(4, "rome", "alone", factor=0.0, one_sided=True, reason="far"),
     ]
     arrived: list[Met] = []
-    agent = SimpleNamespace(take_met=lambda: [arrived.pop()] if arrived else [], status=lambda: STATUS)
-    steps: Any = SimpleNamespace(agent=agent, seconds_exposed=0.0)
-    log = IslandLog(tmp_path, "paris")
-    messages = Messages(outer_step=10)
-    sync = IslandSync(SyncSchedule(1), steps, log, messages, lambda state: None, None)
-    sent = []
-    for one in met:
+    status = SimpleNamespace(due=3, committed=2, one_sided=1)
+    link = SimpleNamespace(take_met=lambda: [arrived.pop()] if arrived else [], status=lambda: status)
+    steps: Any = SimpleNamespace(link=link, seconds_exposed=0.5, seconds_paused=0.0)
+    sync = IslandSync("paris", SyncSchedule(1), steps, 10, lambda state: None, None, log_every=5)
+    sent, lines, figures = [], [], []
+    for number, one in enumerate(met):
         arrived.append(one)
         sent.append(sync.bytes_sent())
-        sync.news(1.0)
+        sync._step = number + 1
+        for news in sync.news(1.0):
+            (figures if news.kind else lines).append(news.figures if news.kind else news.line)
     assert sent == [10, 0, 0, 10, 10]
-    assert [event["sent"] for event in earlier_events(tmp_path)] == sent
+    assert [line["outcome"] for line in figures] == [one.outcome for one in met]
+    assert figures[0]["participation"] == 2 / 3 and figures[0]["one_sided"] == 1
+    (line,) = lines
+    assert line.startswith("rounds 1 to 5: met berlin after 2.5 steps, 10 B each way, 1 alone, nobody to meet")
+    assert "1 alone, without rome: not committed in time" in line and "1 one-sided" in line
+
+
+@pytest.mark.parametrize("kind", [EXACT, WHOLE])
+def test_a_state_comes_back_as_it_was(tmp_path, kind):
+    programs = World(PAIR, tmp_path).programs
+    leaves = dict(enumerate(map(np.asarray, jax.tree.leaves(programs.init(draws.key(3))))))
+    forms = StateForms(specs_of(programs.state), len(jax.tree.leaves(programs.state.params)))
+    data = forms.encode(kind, leaves)
+    assert len(data) == forms.num_bytes(kind)
+    found = forms.decode(kind, data, forms.encode_small(kind, leaves))
+    assert len(found) == (len(leaves) if kind == WHOLE else len(jax.tree.leaves(programs.state.params)))
+    for number, x in found.items():
+        np.testing.assert_array_equal(x, leaves[number])
+
+
+def test_an_island_s_figures_reach_tensorboard_wandb_and_those_who_watch(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    mode = IslandMode(Membership(on_loopback("paris", "rome", run="c4"), "paris", None))
+    shown: dict[str, float] = {}
+    mode._link = SimpleNamespace(record=shown.update)  # type: ignore[assignment]
+    with _open_metrics(small(), tmp_path, None, False, "project", mode) as metrics:
+        metrics.write(10, "train", loss=2.5, grad_norm=1.0, tokens_per_second=100.0)
+        metrics.write(12, "exchange", partner="rome", participation=0.5)
+        metrics.write(12, "eval", island="paris", perplexity=9.0)
+    [run] = wandb.runs
+    assert (run["project"], run["name"], run["group"]) == ("project", "paris", "c4")
+    scalars = {"train/loss": 2.5, "train/grad_norm": 1.0, "train/tokens_per_second": 100.0}
+    assert wandb.logged == [(10, scalars), (12, {"exchange/participation": 0.5}), (12, {"eval/perplexity": 9.0})]
+    assert shown == {"loss": 2.5, "tokens_per_second": 100.0, "perplexity": 9.0}

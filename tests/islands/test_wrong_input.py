@@ -12,21 +12,13 @@ import jax
 import jax.monitoring
 import pytest
 
-from noloco_jax.cluster.workdir_lock import WorkdirLock
-from noloco_jax.config import from_dict
-from noloco_jax.config.flags import load_config
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
-from noloco_jax.island.membership import Membership, _identity
-from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.roster import Roster, read_roster
-from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
-from support.island_world import differing
+from noloco_jax.islands.roster import read_roster
+from support.live_island import LiveIsland, training, wait_for
 from support.paths import ROOT
 from support.processes import write_config
 from support.rosters import on_loopback, written
-from support.sites import Site
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -50,8 +42,9 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def write_roster(folder: Path) -> Path:
-    return written(on_loopback("paris", "berlin"), folder / "roster.toml")
+@pytest.fixture
+def roster(tmp_path) -> Path:
+    return written(on_loopback("paris", "berlin"), tmp_path / "roster.toml")
 
 
 def command(config: Path, roster: Path, *more: str, name: str = "paris") -> list[str]:
@@ -70,16 +63,10 @@ def error_line(arguments: list[str], compiled: list[str]) -> str:
     return str(error.value)
 
 
-def test_the_fixture_detects_a_compiled_program(compiled):
-    jax.jit(lambda x: x + 17).lower(1.0).compile()
-    assert compiled
-
-
-def test_wrong_input_ends_the_process_with_one_error_line_and_exit_status_2(config, tmp_path):
-    arguments = command(config, write_roster(tmp_path), name="pari")
+def test_wrong_input_ends_the_process_with_one_error_line_and_exit_status_2(config, roster):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
-        [sys.executable, "-m", "noloco_jax.island", *arguments],
+        [sys.executable, "-m", "noloco_jax.island", *command(config, roster, name="pari")],
         capture_output=True,
         text=True,
         env=environment,
@@ -92,89 +79,49 @@ def test_wrong_input_ends_the_process_with_one_error_line_and_exit_status_2(conf
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--config.num_replicas=3"], "num_replicas=3 and the roster of test has 2 islands: give --config.num_replica"),
+        (
+            ["--config.num_replicas=3"],
+            "num_replicas=3 and the run test began with 2 islands: give --config.num_replicas=2",
+        ),
         (["--config.method=diloco"], "method='diloco': islands meet in pairs, give --config.method=noloco"),
-        (["--config.model.num_layers=0"], "model.num_layers=0"),
+        (["--config.outer.delay=2"], "leave out --config.outer.delay"),
         (["--keys=nowhere"], "nowhere/ca.pem cannot be read (No such file or directory): give the folder that"),
         (["--roster=nowhere.toml"], "the roster nowhere.toml cannot be read (No such file or directory): give the pat"),
-        (["--nam=x"], "unknown argument '--nam=x': did you mean '--name'?"),
+        (["--linger=-1"], "--linger=-1.0: give seconds"),
+        (["--listen=7070"], "'7070' is no address"),
     ],
 )
-def test_a_wrong_flag_is_reported(config, tmp_path, compiled, more, said):
-    assert said in error_line(command(config, write_roster(tmp_path), *more), compiled)
+def test_a_wrong_flag_is_reported(config, roster, compiled, more, said):
+    assert said in error_line(command(config, roster, *more), compiled)
 
 
-def test_a_dry_run_compiles_and_writes_nothing_and_opens_no_port(config, tmp_path, compiled, capsys):
-    roster = write_roster(tmp_path)
-    with socket.create_server(read_roster(roster).address("paris")):
+def test_a_dry_run_compiles_and_writes_nothing_and_opens_no_port(config, roster, compiled, capsys):
+    with socket.create_server(read_roster(roster).member("paris").address):
         assert island(command(config, roster, "--dry_run")) == 0
     assert "paris, 1 of 2 of test" in capsys.readouterr().out
-    assert compiled == [] and not (tmp_path / "workdir").exists()
+    assert compiled == [] and not (roster.parent / "workdir").exists()
 
 
-@pytest.mark.parametrize("more", [[], ["--dry_run"]], ids=["train", "dry_run"])
-def test_a_missing_wandb_is_reported(config, tmp_path, compiled, monkeypatch, more):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    line = error_line(command(config, write_roster(tmp_path), "--wandb=p", *more), compiled)
-    assert line.endswith("not installed: pip install wandb") and not (tmp_path / "workdir").exists()
-
-
-def test_a_from_step_without_a_checkpoint_is_reported(config, tmp_path, compiled):
-    line = error_line(command(config, write_roster(tmp_path), "--from_step=5"), compiled)
-    assert "--from_step=5: " in line and "holds no checkpoint of that step (there are none)" in line
-
-
-def test_a_workdir_in_use_by_a_trainer_is_reported(config, tmp_path, compiled):
-    with WorkdirLock(tmp_path / "workdir", print):
-        line = error_line(command(config, write_roster(tmp_path)), compiled)
-    assert f"workdir is in use by the trainer on {socket.gethostname()} (process {os.getpid()}, since " in line
-
-
-def test_a_port_in_use_is_reported(config, tmp_path, compiled):
-    roster = write_roster(tmp_path)
-    with socket.create_server(read_roster(roster).address("paris")):
+def test_a_port_in_use_is_reported(config, roster, compiled):
+    with socket.create_server(read_roster(roster).member("paris").address):
         line = error_line(command(config, roster), compiled)
-    assert "paris cannot listen at 127.0.0.1:" in line and "another program, or the same island, runs there" in line
+    assert "cannot listen at " in line and "--listen=HOST:PORT" in line
 
 
-def identity(config: Path, roster: Roster) -> Identity:
-    """Return the identity of the island that the command would start with this configuration."""
-    loaded = from_dict(load_config(str(config), ["--config.num_replicas=2"]))
-    member = Membership(roster, "berlin", None)
-    own = member.own(loaded)
-    return _identity(member, loaded, build_programs(own, make_mesh(own, jax.devices()[:1])), "byte")
+def test_an_island_that_runs_already_is_reported(config, roster, compiled, tmp_path):
+    paris = LiveIsland("paris", read_roster(roster), tmp_path)
+    with training(paris):
+        wait_for(lambda: hasattr(paris.link, "_watching"))
+        assert "paris runs already" in error_line(command(config, roster), compiled)
 
 
-def test_an_island_that_already_runs_is_reported(config, tmp_path, compiled):
-    roster = write_roster(tmp_path)
-    site = Site("paris", read_roster(roster))
-    site.open()
-    try:
+def test_a_difference_from_the_other_islands_is_named_on_both_sides(config, roster, compiled, tmp_path):
+    berlin = LiveIsland("berlin", read_roster(roster), tmp_path, identity={"protocol": "1"})
+    with training(berlin):
+        wait_for(lambda: hasattr(berlin.link, "_watching"))
         line = error_line(command(config, roster), compiled)
-    finally:
-        site.close()
-    assert line == (
-        f"paris runs already, at {read_roster(roster).address('paris')}: stop it, or give --name of an island of test "
-        "that does not run yet"
-    )
-
-
-@pytest.mark.parametrize("field", ["model", "config", "tokenizer"])
-def test_a_difference_from_the_other_islands_is_named(config, tmp_path, compiled, field):
-    """The model is compared last: everything else of the command's identity is the others'."""
-    roster = write_roster(tmp_path)
-    same = identity(config, read_roster(roster))
-    other = differing(same, field)
-    site = Site("berlin", read_roster(roster), identity=other)
-    site.open()
-    compiled.clear()
-    try:
-        line = error_line(command(config, roster), compiled)
-    finally:
-        site.close()
-    named, theirs, mine = field, getattr(other, field), getattr(same, field)
-    if field == "config":
-        named, theirs, mine = "seed", theirs["seed"], "the default"
-    said = f"{named}: {mine} here, {theirs} at berlin"
-    assert line.startswith(f"1 of 1 islands refuse paris; berlin says: {said}: give all")
-    assert f"paris was refused: {named}: {theirs} here, {mine} at paris" in site.lines  # on the other side too
+        assert (
+            line
+            == "most islands refuse paris: protocol: 6 here, 1 at berlin (install one version of noloco_jax on both)"
+        )
+        assert berlin.link.node.peers["paris"].wrong.startswith("protocol: 1 here, 6 at paris")

@@ -9,7 +9,7 @@ from itertools import permutations
 from pathlib import Path
 
 from noloco_jax.island.command import main as island
-from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.roster import Address, Member, Roster
 from support import processes, warm
 from support.fault_proxy import FaultProxy
 from support.paths import ROOT
@@ -81,11 +81,6 @@ class Archipelago:
         how = ["waiting"] if self._waits else ["paced", str(self._seconds), "noloco_jax.island", "train"]
         arguments = [*(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments]
         self._start(name, how, [*arguments, *self._own.get(name, ()), *more])
-
-    def join(self, name: str, entry: Path, via: str) -> None:
-        """Starts an island that was invited."""
-        how = ["paced", str(self._seconds), "noloco_jax.island", "join"]
-        self._start(name, how, [f"--entry={entry}", f"--via={via}"])
 
     def _start(self, name: str, how: Sequence[str], arguments: Sequence[str]) -> None:
         command = [sys.executable, "-m", f"support.{how[0]}", *how[1:]]
@@ -185,4 +180,5 @@ class Archipelago:
 
     def _seen_from(self, me: str) -> Roster:
         ports = {name: self._ports[name] if name == me else self._proxies[me, name].port for name in self.names}
-        return Roster("test", tuple(Island(name, Address("127.0.0.1", port)) for name, port in ports.items()))
+        rows = [Member(i, name, Address("127.0.0.1", port)) for i, (name, port) in enumerate(ports.items())]
+        return Roster("test", tuple(rows), len(rows))

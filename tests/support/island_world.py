@@ -1,293 +1,331 @@
-"""A world for islands: virtual time, a network that does what a tape of faults says, numbers in place of messages.
+"""Islands in memory on a virtual clock: their real protocol, streams with faults, and a training of a few numbers."""
 
-The world keeps its own account of what every island's weights have seen; `check` holds the islands to it.
-"""
-
-import math
-from collections.abc import Callable, Sequence
+import asyncio
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from noloco_jax.islands.protocol.context import Settings
-from noloco_jax.islands.protocol.events import (
-    Admitted,
-    Apply,
-    Begin,
-    Close,
-    Drop,
-    Heal,
-    Keep,
-    Learned,
-    Open,
-    Ready,
-    Refused,
-    Send,
-    Start,
-    Stop,
-    Tell,
-    Tick,
-)
-from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.members import Members
-from noloco_jax.islands.protocol.messages import Identity, Outcome
-from support.island_nodes import (
-    FRAME_FAULTS,
-    IDENTITY,
-    MOMENTS,
-    NODE_FAULTS,
-    ROUND,
-    Fault,
-    Node,
-    circle,
-    differing,
-)
-from support.island_training import Training
+import numpy as np
 
-__all__ = [
-    "FRAME_FAULTS",
-    "IDENTITY",
-    "MOMENTS",
-    "NODE_FAULTS",
-    "ROUND",
-    "Fault",
-    "Node",
-    "World",
-    "all_points",
-    "differing",
-]
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give
+from noloco_jax.islands.exchange import Broken, Unfit
+from noloco_jax.islands.node import Met, Node, Read, Settings
+from noloco_jax.islands.pace import Pace
+from noloco_jax.islands.roster import Address, Member, Roster
+from noloco_jax.islands.start import begin
+from noloco_jax.outer.pairing import RandomPairing
+
+NUMBERS = 4  # of a model
+Faults = Callable[[str, str, str], Any]  # (sender, receiver, kind of frame) -> awaitable, may raise `Broken`
 
 
-class World(Training):
-    """Islands for some rounds.
+async def no_faults(sender: str, receiver: str, kind: str) -> None:
+    await asyncio.sleep(0.001)
 
-    Args:
-      count: number of islands.
-      faults: what goes wrong, by headers.
-      seed: of latencies, tokens and messages.
-      settings: of the islands.
-      durations: seconds of a round of each island, in which it takes every inner step.
-      preparing: seconds that each island compiles when it starts; None: no time.
-      starts: seconds after which each island starts; None: a tenth of a second apart.
-      steps: inner steps of a round, for islands that keep pace; None: they end rounds after their durations.
-      downtime: seconds until a dead island starts again; None: never.
-      save_every: rounds between checkpoints.
-      identities: of each island.
-      quiet_after: seconds after which nothing goes wrong any more.
-      island: what makes an island.
-    """
 
-    def __init__(
-        self,
-        count: int,
-        faults: Sequence[Fault] = (),
-        *,
-        seed: int = 0,
-        settings: Settings | None = None,
-        durations: Sequence[float] | None = None,
-        downtime: float | None = 1.3 * ROUND,
-        save_every: int = 1,
-        identities: Sequence[Identity] | None = None,
-        quiet_after: float = math.inf,
-        island: Callable[..., Island] = Island,
-        steps: int | None = None,
-        preparing: Sequence[float] | None = None,
-        starts: Sequence[float] | None = None,
-    ):
-        super().__init__(faults, seed, quiet_after)
-        self.settings = settings or Settings(answer_seconds=3.0, state_seconds=30.0)
-        self.names = [f"i{number}" for number in range(count)]
-        self.identities = dict(zip(self.names, identities or [IDENTITY] * count, strict=True))
-        durations = durations or [ROUND * (1 + 0.02 * number) for number in range(count)]
-        preparing = preparing or [0.0] * count
-        self.nodes = {node[0]: Node(*node) for node in zip(self.names, durations, preparing, strict=True)}
-        self.downtime = downtime
-        self.save_every = save_every
-        self.island = island
-        self.steps = steps
-        starts = starts or [0.1 * number for number in range(count)]
-        for start, node in zip(starts, self.nodes.values(), strict=True):
-            self.at(start, self.start, node, node.process)
+def roster_of(names: Sequence[str], **rounds: tuple[int, int | None]) -> Roster:
+    """Return a roster of islands; `rounds` of some are their first one, and the first one without them."""
+    rows = [
+        Member(i, name, Address("127.0.0.1", 7000 + i), *rounds.get(name, (0, None))) for i, name in enumerate(names)
+    ]
+    return Roster("simulation", tuple(rows), len(rows))
 
-    def finish(self) -> "World":
-        """Nobody ends a round any more; what is under way comes to its end, and the books are checked."""
-        self.finishing = True
-        self.run(self.now + 4 * ROUND)
-        self.check()
-        return self
 
-    def partner(self, name: str) -> Callable[[int], str | None]:
-        return circle(self.names, name)
+def random_partner(active: Sequence[str], round: int, name: str) -> str | None:
+    return _partners(tuple(active), round).get(name)
 
-    # Processes.
 
-    def start(self, node: Node, process: int) -> None:
-        if node.process != process or node.machine is not None:
-            return
-        node.process += 1
-        node.silent = False
-        journal, weights = node.disk or (None, {})
-        node.weights = dict(weights)
-        node.incarnation += 1
-        members = self.members_of(node)
-        others = [name for name in members.founders if name != node.name]
-        node.machine = self.island(
-            node.name,
-            others,
-            self.identities[node.name],
-            self.partner(node.name),
-            node.incarnation,
-            self.settings,
-            journal and Journal.from_json(journal.to_json()),
-            began_before=node.began,
-            members=members,
+@functools.lru_cache(maxsize=16)
+def _pairing(count: int) -> RandomPairing:
+    return RandomPairing(count)
+
+
+@functools.lru_cache(maxsize=64)
+def _partners(active: tuple[str, ...], round: int) -> dict[str, str]:
+    pairing = _pairing(len(active))
+    pairs = [group for group in pairing.pool[int(pairing.pool_index(round))] if len(group) == 2]
+    return {active[i]: active[j] for pair in pairs for i, j in (pair, pair[::-1])}
+
+
+class Numbers:
+    """Codec of a message of a few numbers."""
+
+    sizes: Sequence[int] = (8 * NUMBERS,)
+
+    def part(self, own: np.ndarray, number: int, theirs: Sequence[bytes]) -> bytes:
+        return own.tobytes()
+
+    def read(self, own: np.ndarray, theirs: Sequence[bytes]) -> Read:
+        values = np.frombuffer(theirs[0])
+        return Read(values, float(np.linalg.norm(values)), float(np.linalg.norm(values - own)))
+
+    def correction(self, own: np.ndarray, read: Read, weight: float) -> np.ndarray:
+        return weight * (read.arrays - own)
+
+
+class Delivered(Broken):
+    """Fault after which a frame has arrived, but its sender does not know it."""
+
+
+class _Stream:
+    """One end of a call in memory."""
+
+    def __init__(self, me: str, peer: str, world: "Sea"):
+        self._me, self._peer, self._world = me, peer, world
+        self.arrived: asyncio.Queue[pb.Frame | None] = asyncio.Queue()
+        self.other: _Stream = self
+        self.is_over = False
+
+    async def send(self, frame: pb.Frame) -> None:
+        if self.is_over:
+            raise Broken("the call is over")
+        try:
+            await self._world.faults(self._me, self._peer, frame.WhichOneof("kind") or "")
+        except Delivered:
+            self.other.arrived.put_nowait(pb.Frame.FromString(frame.SerializeToString()))
+            raise
+        if self.is_over or self.other.is_over:
+            raise Broken("the call is over")
+        self.other.arrived.put_nowait(pb.Frame.FromString(frame.SerializeToString()))
+
+    async def receive(self) -> pb.Frame:
+        frame = await self.arrived.get()
+        if frame is None:
+            self.arrived.put_nowait(None)
+            raise Broken("the call is over")
+        return frame
+
+    def end(self) -> None:
+        for one in (self, self.other):
+            one.is_over = True
+            one.arrived.put_nowait(None)
+
+
+class _Network:
+    def __init__(self, me: str, world: "Sea"):
+        self._me, self._world = me, world
+
+    @contextlib.asynccontextmanager
+    async def exchange(self, peer: str):
+        there = self._world.reach(self._me, peer)
+        mine, theirs = _Stream(self._me, peer, self._world), _Stream(peer, self._me, self._world)
+        mine.other, theirs.other = theirs, mine
+
+        async def serve() -> None:
+            try:
+                await there.node.exchange_called(self._me, theirs)
+            except Broken:
+                pass
+            finally:
+                theirs.end()
+
+        serving = asyncio.ensure_future(serve())
+        there.calls.add(serving)
+        serving.add_done_callback(there.calls.discard)
+        try:
+            yield mine
+        finally:
+            mine.end()
+            await asyncio.sleep(0.001)  # the other end hears of it a little later
+            serving.cancel()
+
+    async def greet(self, peer: str, greeting: pb.Greeting, seconds: float) -> pb.Status:
+        there = self._world.reach(self._me, peer)
+        await asyncio.sleep(0.001)
+        try:
+            async with asyncio.timeout(seconds):
+                return await there.node.greeted(self._me, greeting)
+        except TimeoutError:
+            raise Broken(f"no answer in {seconds:g} s") from None
+
+    async def weights(self, peer: str, request: pb.WeightsRequest):
+        there = self._world.reach(self._me, peer)
+        async for frame in there.give(request):
+            await asyncio.sleep(self._world.seconds_a_piece)
+            self._world.reach(self._me, peer)
+            yield frame
+
+    def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
+        pass
+
+
+class Sim:
+    """One island: its protocol, and a training that pulls a few numbers to a target."""
+
+    def __init__(self, world: "Sea", name: str, **options: Any):
+        self.world, self.name, self.options = world, name, {"saved": None, "settings": Settings(), **options}
+        self.step_seconds: float = options.pop("step_seconds", world.step_seconds)
+        self.options.pop("step_seconds", None)
+        self.steps_a_round = world.steps_a_round
+        self.slow = np.zeros(NUMBERS)
+        self.momentum = np.zeros(NUMBERS)
+        self.step = 0
+        self.inner_steps = 0
+        self.calls: set[asyncio.Task] = set()
+        self.met: list[Met] = []
+        self.lines: list[str] = []
+        self.inbox: list[Any] = []
+        self.applied: list[tuple[int, np.ndarray]] = []
+        self.waiting: list[asyncio.Future] = []
+        self.stopped_until = 0.0
+        self.target = np.random.default_rng([ord(letter) for letter in name]).normal(size=NUMBERS)
+        self.tamper: Callable[[np.ndarray], np.ndarray] = lambda message: message
+        self.snapshot: tuple[Any, ...] | None = None
+        self.node = self._make()
+
+    def _make(self) -> Node:
+        return Node(
+            self.name,
+            self.options.get("roster", self.world.roster),
+            self.options.get("identity", {"run": "simulation"}),
+            self.options.get("partner", random_partner),
+            _Network(self.name, self.world),
+            self,
+            self.options.get("codec", Numbers()),
+            self.options.get("incarnation", 1),
+            Pace(self.world.steps_a_round, self.options.get("by_time", False)),
+            self.options["settings"],
+            self.options["saved"],
+            self.options.get("parse"),
         )
-        node.round = journal.round if journal else -1
-        self.handle(node, Start())
 
-    def members_of(self, node: Node) -> Members:
-        """Return the members as a node knows them when it starts."""
-        del node
-        return Members(self.names)
+    # As `World`.
 
-    def _ready(self, node: Node, process: int) -> None:
-        if node.process != process or node.machine is None:
-            return
-        if node.stopped_until > self.now:
-            self.at(node.stopped_until, self._ready, node, process)
-            return
-        self.handle(node, Ready())
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*arguments)
 
-    def crash(self, node: Node, action: str) -> None:
-        machine = node.machine
-        node.disturbed = True
-        if action == "stop":
-            node.stopped_until = self.now + 2.5 * ROUND
-            return
-        if machine is None:
-            return
-        journal = machine.journal()
-        committed = {xid for xid, outcome in journal.outcomes.items() if outcome is Outcome.COMMITTED}
-        if action == "lose disk":
-            node.disk = None
-        saved = node.disk[1] if node.disk else {}
-        node.lost |= ({xid for xid, _ in journal.unresolved} | committed) - saved.keys()
-        node.incarnation = machine.incarnation
-        node.machine, node.tick_at = None, None
-        node.silent = action == "vanish"
-        node.weights = dict(saved)
-        for dictionary in (node.messages, node.received, node.open):
-            dictionary.clear()
-        for call, side in list(node.calls.values()):
-            self.hang_up(call, side)
-        node.calls.clear()
-        if self.downtime is not None:
-            self.at(self.now + self.downtime, self.start, node, node.process)
+    def deliver(self, round: int, correct: Callable[[], Any]) -> None:
+        self.inbox.append((round, correct()))
 
-    def stop(self, node: Node) -> None:
-        """SIGTERM: the island leaves, saves and ends after a while."""
-        assert node.machine is not None
-        node.disturbed = True
-        self.handle(node, Stop())
+    def outcome(self, met: Met) -> None:
+        self.met.append(met)
 
-    # Events and actions.
+    def tell(self, line: str) -> None:
+        self.lines.append(line)
 
-    def handle(self, node: Node, event: Any) -> None:
-        process, machine = node.process, node.machine
-        assert machine is not None
-        for action in machine.handle(event, self.now):
-            if node.process != process or node.machine is None:
-                return  # a fault in between
-            self._carry_out(node, action)
-        if node.machine is None:
-            return
-        deadline = machine.next_deadline()
-        if deadline is not None and (node.tick_at is None or deadline < node.tick_at):
-            assert not isinstance(event, Tick) or deadline > self.now, "it was just told what time it is"
-            node.tick_at = deadline
-            self.at(deadline, self._tick, node, process, deadline)
+    def keep(self, roster: Roster) -> None:
+        pass
 
-    def _tick(self, node: Node, process: int, time: float) -> None:
-        if node.process != process or node.machine is None or node.tick_at != time:
-            return
-        if node.stopped_until > self.now:
-            self.at(node.stopped_until, self._tick, node, process, time)
-            return
-        node.tick_at = None
-        self.handle(node, Tick())
+    @property
+    def num_steps(self) -> int:
+        return self.inner_steps
 
-    def _carry_out(self, node: Node, action: Any) -> None:
-        match action:
-            case Open():
-                self.open(node, action)
-            case Send():
-                self.point(node, type(action.header).__name__, self.send_header, action)
-            case Close():
-                call, side = node.calls.pop(action.channel, (None, 0))
-                if call is not None:
-                    self.hang_up(call, side)
-            case Keep():
-                assert node.arriving is not None
-                node.received[action.xid] = node.arriving
-            case Apply():
-                self.point(node, "Apply", self._apply, action)
-            case Drop():
-                key = action.round
-                assert key in node.open or key not in node.messages, f"{node.name} drops {key} twice: {action}"
-                node.open.discard(key)
-                node.drops.append(action)
-                if action.one_sided:
-                    node.one_sided.add(key)
-            case Admitted():
-                self.at(self.now + node.preparing, self._ready, node, node.process)
-            case Begin():
-                assert action.fresh is (node.disk is None)
-                node.began = True
-                self.train(node)
-            case Heal():
-                node.began = True
-                node.lost |= node.weights.keys()
-                node.weights = {}
-                node.open.clear()
-                node.messages.clear()
-                node.heals.append(action)
-                started, node.round = node.round, action.round
-                assert started < action.round
-                self.train(node)
-            case Refused():
-                node.refused = action.line
-            case Learned():
-                node.entries = [*node.entries, *action.entries]
-            case Tell():
-                node.lines.append(action.line)
-            case _:
-                raise AssertionError(action)
+    # As `State`.
 
-    def _apply(self, node: Node, action: Apply, nth: int) -> None:
-        key = action.xid.round
-        assert key not in {xid.round for xid in node.weights}, f"{node.name} applies {key} twice"
-        assert key in node.open, f"{node.name} applies {key}, which was applied or dropped"
-        node.open.remove(key)
-        own, tokens = node.messages[key]
-        correction = self.correction(node, own, node.received[action.xid], action)
-        node.weights[action.xid] = tokens, correction, action.peer
-        node.applied.append(action)
+    def num_bytes(self, kind: int) -> int:
+        return 8 * NUMBERS
 
-    # The books.
+    async def weights(self, kind: int) -> bytes:
+        return self.slow.tobytes()
 
-    def check(self) -> None:
-        """Σ w c = 0 for every exchange, but for halves that were logged, or that went down with the weights."""
-        for node in self.nodes.values():
-            for xid, (tokens, correction, peer) in node.weights.items():
-                other = self.nodes[peer]
-                if xid in other.weights:
-                    their_tokens, theirs, _ = other.weights[xid]
-                    total = tokens * correction + their_tokens * theirs
-                    assert abs(total) < 1e-9, f"{xid}: {correction} and {theirs} do not cancel"
-                    assert tokens + their_tokens > 0 or abs(correction + theirs) < 1e-9
-                else:
-                    known = xid in other.lost or xid.round in other.one_sided
-                    assert known, f"{xid}: {node.name} has applied it, {peer} has not, and nobody says so"
+    async def position(self, kind: int) -> pb.Position:
+        return pb.Position(round=self.node.round, step=self.step, has_averaged=self.node.has_averaged)
+
+    async def received(self, kind: int, data: bytes, position: pb.Position) -> CaughtUp:
+        values = np.frombuffer(data)
+        if not np.isfinite(values).all():
+            raise Unfit("weights that are not finite")
+        return CaughtUp(position.round, position.step, {0: values}, False)
+
+    def take_state(self, state: CaughtUp) -> None:
+        self.inbox = [state]
+
+    async def give(self, request: pb.WeightsRequest):
+        async for frame in give(self.node, self, request):
+            yield frame
+
+    # The training.
+
+    def apply(self) -> None:
+        inbox, self.inbox = self.inbox, []
+        for item in inbox:
+            if isinstance(item, CaughtUp):
+                self.slow, self.momentum, self.step = item.leaves[0].copy(), np.zeros(NUMBERS), item.step
+            else:
+                self.momentum = self.momentum + item[1]
+                self.slow = self.slow + item[1]
+                self.applied.append(item)
+
+    def end_round(self) -> None:
+        """Take a solo step, of which the message waits for the partner's."""
+        delta = 0.1 * (self.target - self.slow)
+        honest = 0.7 * delta + 0.7 * self.slow
+        message, norm = self.tamper(honest), float(np.linalg.norm(honest))
+        self.momentum = 0.5 * self.momentum + 0.7 * delta
+        self.slow = self.slow + self.momentum
+        self.node.round_ended(self.node.round + 1, self.step, message, norm, 100)
+
+    async def train(self, num_steps: int, has_weights: bool = False, began_before: bool = False) -> None:
+        """Start as an island does, and train."""
+        await begin(self.node, CatchUp(self.node, self), has_weights, began_before)
+        await self.go_on(num_steps)
+
+    async def go_on(self, num_steps: int) -> None:
+        now = asyncio.get_running_loop().time
+        while self.step < num_steps and not self.node.is_removed:
+            self.apply()
+            await asyncio.sleep(self.node.pace.pause())
+            stride = self.node.pace.stride(now(), self.steps_a_round - self.step % self.steps_a_round)
+            self.inner_steps += 1
+            await asyncio.sleep(max(self.step_seconds, self.stopped_until - now()))
+            self.step += stride
+            if self.step % self.steps_a_round == 0:
+                self.end_round()
+        self.node.leave(finished=self.step >= num_steps)
+
+    def save(self) -> dict[str, Any]:
+        self.apply()
+        return {
+            "saved": self.node.to_json(),
+            "slow": self.slow.copy(),
+            "momentum": self.momentum.copy(),
+            "step": self.step,
+        }
+
+    def kill(self) -> None:
+        """End everything without a word."""
+        for task in [*self.calls, *self.node._tasks]:
+            task.cancel()
+        self.world.islands.pop(self.name, None)
 
 
-def all_points(world: World) -> list[tuple[str, int]]:
-    """Every header that a world without faults has sent, and every application."""
-    return [(kind, nth) for kind, count in sorted(world.sent.items()) for nth in range(count)]
+class Sea:
+    """All islands, and the network between them."""
+
+    def __init__(self, names: Sequence[str], *, step_seconds: float = 0.1, steps_a_round: int = 10, seed: int = 0):
+        self.roster = roster_of(names)
+        self.random = random.Random(seed)
+        self.step_seconds, self.steps_a_round = step_seconds, steps_a_round
+        self.faults: Faults = no_faults
+        self.seconds_a_piece = 0.01
+        self.islands: dict[str, Sim] = {}
+        self.cut: Callable[[str, str], bool] = lambda one, other: False
+
+    def add(self, name: str, **options: Any) -> Sim:
+        checkpoint = options.pop("checkpoint", None)
+        if checkpoint is not None:
+            options["saved"] = checkpoint["saved"]
+        sim = self.islands[name] = Sim(self, name, **options)
+        if checkpoint is not None:
+            sim.slow, sim.momentum, sim.step = checkpoint["slow"], checkpoint["momentum"], checkpoint["step"]
+        return sim
+
+    def reach(self, me: str, peer: str) -> Sim:
+        if peer not in self.islands or me not in self.islands or self.cut(me, peer):
+            raise Broken("nobody listens there")
+        return self.islands[peer]
+
+    async def close(self) -> None:
+        for sim in list(self.islands.values()):
+            await sim.node.close(0.1)
+            sim.kill()
+
+
+def participation(sim: Sim, since: int = 0) -> float:
+    """Return the share of an island's rounds, of `since` and later, in which it exchanged."""
+    outcomes = [met.outcome in ("met", "late") for met in sim.met if met.round >= since and met.outcome != "caught up"]
+    return sum(outcomes) / max(len(outcomes), 1)

@@ -26,9 +26,9 @@ from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shard
 from noloco_jax.spmd.sharding import fragments_of
 from noloco_jax.train.sync import BackgroundSync, CollectiveSync, Sync
 from support import tiny_model
+from support.at_once import side_by_side, wait_for_exchanges
 from support.initial import initial_state
 from support.layouts import some_devices
-from support.sites import side_by_side
 from support.training_islands import NAMES, World
 
 PyTree = Any
@@ -92,15 +92,16 @@ def islands(config: TrainConfig, folder: Path) -> PyTree:
     final: dict[int, TrainState] = {}
 
     def train(replica: int) -> None:
-        agent, island = world.join(NAMES[replica], at_once=True)
-        state = initial_state(world.programs)
+        link, island = world.join(NAMES[replica])
+        wait_for_exchanges(island)
+        state = jax.tree.map(jnp.copy, initial_state(world.programs))  # each array is donated by itself
         for step in range(1, config.num_steps + 1):
             state = pushed(config, state, step, slice(replica, replica + 1))
-            state = island.take(state, step, schedule.due(step))
-        met, status = agent.take_met(), agent.status()
+            state = island.outer_step(state, step, schedule.due(step))
+        met, status = link.take_met(), link.status()
         assert status.committed == status.due == schedule.total(config.num_steps)
         assert {one.outcome for one in met} == {"met"}
-        agent.close()
+        link.close()
         final[replica] = jax.device_get(state)
 
     side_by_side(*[lambda i=i: train(i) for i in range(config.num_replicas)])

@@ -9,14 +9,14 @@ import runpy
 import sys
 import time
 
-from noloco_jax.islands.protocol.catch_up import CatchUp
+from noloco_jax.islands import start
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.gradients import Batch
 
 
 def main() -> None:
     _, seconds, module, *arguments = sys.argv
-    CatchUp._waits_for_absent = lambda *_: False  # pyright: ignore[reportAttributeAccessIssue]
+    start.TOGETHER_SECONDS = 1.0
     take = GlobalBatches.__next__
 
     def take_later(self: GlobalBatches) -> Batch:

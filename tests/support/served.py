@@ -1,47 +1,84 @@
-"""A server of island paris in a process of its own, which opens files all the while: `python -m support.served KEYS`.
+"""A listener on a loopback port with an answering stub behind it, and diallers to it, with keys of a run."""
 
-Prints its port, and once its input is closed the calls to open a file that failed and its highest memory in MiB.
-"""
-
-import re
-import sys
-import threading
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.keys import Credentials, load_keys, make_keys
+from noloco_jax.islands.roster import Address, Member, Roster
+from noloco_jax.islands.transport import Dialler, Listener
 
-from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.keys import load_keys
-from support.islands import Recorder, running
-
-EXPECTED = ArraySpec((256 << 20,), np.dtype(np.uint8))  # of a call that exchanges
-FILES = 20  # open at once, as a checkpoint has
-
-
-def main() -> None:
-    recorder = Recorder()
-    recorder.exchange = lambda caller, hello, connect: connect(lambda _: [EXPECTED]).receive()
-    failed = 0
-    over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-    with running(recorder, load_keys(Path(sys.argv[1]), "paris")) as server:
-        print(server.port, flush=True)
-        while not over.wait(0.01):
-            files = []
-            try:
-                files = [open("/dev/null") for _ in range(FILES)]  # noqa: SIM115
-            except OSError:
-                failed += 1
-            for file in files:
-                file.close()
-        print(failed, peak(), len(recorder.lines), flush=True)
+NAMES = ("paris", "berlin", "rome")
 
 
-def peak() -> int:
-    """Return the highest memory in MiB; `getrusage` would count that of the process which started this one."""
-    (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(line) >> 10
+def roster_at(ports: dict[str, int], run: str = "served", **fields: Any) -> Roster:
+    rows = [Member(i, name, Address("127.0.0.1", ports.get(name, 1))) for i, name in enumerate(NAMES)]
+    return Roster(run, tuple(rows), len(rows), **fields)
 
 
-if __name__ == "__main__":
-    main()
+def keys_in(folder: Path, run: str = "served") -> dict[str, Credentials]:
+    """Make keys of a run, and return those of its islands."""
+    make_keys(roster_at({}, run), folder, 30, viewers=["viewer_ann"])
+    return {name: load_keys(folder / name, name) for name in (*NAMES, "viewer_ann")}
+
+
+class Echo:
+    """Stands for a node: sends every piece back, and counts what came."""
+
+    def __init__(self) -> None:
+        self.callers: list[str] = []
+        self.frames = 0
+        self.greetings: list[pb.Greeting] = []
+        self.is_silent = False
+
+    async def exchange_called(self, name: str, stream: Any) -> None:
+        self.callers.append(name)
+        while True:
+            frame = await stream.receive()
+            self.frames += 1
+            if not self.is_silent:
+                await stream.send(frame)
+
+    async def greeted(self, name: str, greeting: pb.Greeting) -> pb.Status:
+        self.callers.append(name)
+        self.greetings.append(greeting)
+        return pb.Status(round=7)
+
+    async def give(self, caller: str, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+        if request.last:
+            raise Broken("it has not finished")
+        yield pb.WeightsFrame(offer=pb.Offer(num_bytes=3))
+        yield pb.WeightsFrame(piece=pb.Piece(data=b"abc"))
+
+
+@contextlib.asynccontextmanager
+async def served(
+    credentials: Credentials | None, node: Any = None, roster: Roster | None = None
+) -> AsyncIterator[tuple[Any, int]]:
+    """Serve as paris; give the node and the port."""
+    node = node or Echo()
+    listener = Listener(node, node.give, lambda: roster or roster_at({}), lambda: credentials)
+    port = await listener.open(Address("127.0.0.1", 0))
+    try:
+        yield node, port
+    finally:
+        await listener.close()
+
+
+@contextlib.asynccontextmanager
+async def dialler(name: str, credentials: Credentials | None, port: int, **fields: Any) -> AsyncIterator[Dialler]:
+    made = Dialler(name, credentials, roster_at({"paris": port}, **fields))
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def echoed(one: Dialler, data: bytes, seconds: float = 10.0) -> bytes:
+    async with asyncio.timeout(seconds), one.exchange("paris") as stream:
+        await stream.send(pb.Frame(piece=pb.Piece(data=data)))
+        return (await stream.receive()).piece.data

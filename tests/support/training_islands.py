@@ -1,26 +1,21 @@
-"""Islands of one configuration that train over Flight on loopback, in threads of one process, compiled once."""
+"""Islands of one configuration that train over loopback, in threads of one process."""
 
-import copy
-import dataclasses
-import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.island.membership import Membership
-from noloco_jax.islands.agent import Agent
-from noloco_jax.islands.partners import partner_in
-from noloco_jax.islands.payload import Codec
-from noloco_jax.islands.protocol.members import Members
-from noloco_jax.islands.start import begin
+from noloco_jax.islands import start
+from noloco_jax.islands.membership import Membership
+from noloco_jax.islands.mode import IslandMode
+from noloco_jax.islands.network import Link
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
-from noloco_jax.spmd.solo import SoloPrograms, build_solo
+from noloco_jax.train.mode import Resumed
 from support import tiny_model
 from support.rosters import on_loopback
 
@@ -41,46 +36,25 @@ def small(**outer: Any) -> TrainConfig:
 
 
 class World:
-    """Islands of one configuration, whose programs and codec are compiled once."""
+    """Islands of one configuration, whose programs are built once."""
 
-    def __init__(self, config: TrainConfig, folder: Any):
-        self.config = config
-        self.begin(folder)
+    def __init__(self, config: TrainConfig, folder: Path):
+        self.config, self.folder = config, folder
+        self.roster = on_loopback(*NAMES[: config.num_replicas])
         self.own = Membership(self.roster, NAMES[0], None).own(config)
         self.programs: Programs = build_programs(self.own, make_mesh(self.own, jax.devices()[:1]))
-        self.solo: SoloPrograms = build_solo(self.own, self.programs)
-        codec = self.codec = Membership.codec(config, self.solo)
-
-        class Member(Membership):
-            """Member with a copy of the codec of all islands, which has no state and is compiled once."""
-
-            @staticmethod
-            def codec(config: TrainConfig, solo: SoloPrograms) -> Codec:
-                del config, solo
-                return copy.copy(codec)  # a test may replace a method of one island's
-
-        self._member: type[Membership] = Member
         self.lines: list[str] = []
 
-    def begin(self, folder: Any) -> None:
-        """Other ports and folders, where no island has been before."""
-        self.folder = folder
-        self.roster = on_loopback(*NAMES)
-
-    def open(self, member: Membership) -> Agent:
-        arguments = (None, self.folder / member.name, lambda: False, self.lines.append)
-        agent = member.open_agent(self.config, self.solo, self.programs, *arguments)
-        assert agent is not None
-        context = agent._protocol._context  # an island begins without those that a test does not start
-        context.settings = dataclasses.replace(context.settings, awaits_absent=False)
-        return agent
-
-    def join(self, name: str, **options: Any) -> tuple[Agent, IslandSteps]:
-        member = self._member(self.roster, name, None, **options)
-        agent = self.open(member)
-        steps = member.steps(self.own, agent, self.solo, self.programs)
-        assert begin(agent, self.folder / name, lambda: False)
-        return agent, steps
+    def join(self, name: str, **options: Any) -> tuple[Link, IslandSteps]:
+        """Start an island as a run does, from no checkpoint; the others are waited for."""
+        mode = IslandMode(Membership(self.roster, name, None, **options))
+        mode.prepare(self.own, self.programs)
+        workdir, new = self.folder / name, Resumed(0, None)
+        assert mode.connect(self.config, workdir, new, lambda: False, self.lines.append, None)
+        mode.sync(self.own, self.programs)
+        assert mode.begin(lambda: False, 0, 0.0)
+        assert mode._link is not None
+        return mode._link, mode._steps
 
     def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
         """Make the batch of some replicas, a function of step and replica alone."""
@@ -88,28 +62,12 @@ class World:
         numbers = [np.random.default_rng([step, replica]).integers(0, 259, (2, *size)) for replica in replicas]
         return {i: dict(zip(("input_ids", "labels"), x.astype(np.int32), strict=True)) for i, x in enumerate(numbers)}
 
-    def inner(self, programs: Programs, state: TrainState, step: int, replicas: range) -> TrainState:
-        batch = place_batch(self.batch(step, replicas), programs.batch)
-        params, inner, _ = programs.inner_step(state.params, state.inner, batch, np.int32(step))
+    def inner(self, state: TrainState, step: int, replicas: range) -> TrainState:
+        batch = place_batch(self.batch(step, replicas), self.programs.batch)
+        params, inner, _ = self.programs.inner_step(state.params, state.inner, batch, np.int32(step))
         return TrainState(params, inner, state.outer)
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def round_of(first: str, second: str, world: World) -> int:
-    """The first round in which the two meet."""
-    partner = partner_in(Members(NAMES), first, world.config)
-    return next(round for round in range(99) if partner(round) == second)
-
-
-def train(world: World, island: IslandSteps, state: TrainState, step: int, replica: int) -> tuple[TrainState, int]:
-    """A round."""
-    for _ in range(world.config.outer.sync_every):
-        step += 1
-        state = world.inner(world.programs, state, step, range(replica, replica + 1))
-    return island.take(state, step, 1), step
+def begin_without_the_absent(monkeypatch: Any) -> None:
+    """Let islands begin without those that a test does not start."""
+    monkeypatch.setattr(start, "TOGETHER_SECONDS", 1.0)

@@ -39,19 +39,16 @@ ADDED = {
     "evaluate": ["--tokens=100"],
     "generate": ["--max_new_tokens=2"],
     "island train": ["--dry_run", *MODEL, *DATA],
-    "island scatter": [],
-    "island gather": ["--out=gathered"],
 }
 # Tools whose commands take minutes, set the number of devices or need peers, and the tests that run them.
 ELSEWHERE = {
     "communication": "communication/test_command.py",
     "bench": "bench/test_command.py",
-    "island status": "islands/test_merge.py",
+    "island status": "islands/test_status.py",
     "island merge": "islands/test_merge.py",
-    "island dashboard": "islands/test_dashboard.py",
-    "island invite": "islands/test_joining.py",
-    "island join": "islands/test_come_and_go.py",
-    "island remove": "islands/test_come_and_go.py",
+    "island dashboard": "islands/test_status.py",
+    "island invite": "islands/test_members.py",
+    "island remove": "islands/test_members.py",
 }
 ROSTER = """
 run = "two"

@@ -61,7 +61,7 @@ def test_the_wheel_holds_modules_configs_dashboard_page_and_type_marker_only(whe
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "noloco_jax").rglob("*.py")}
     configs = {f"noloco_jax/configs/{path.name}" for path in CONFIGS.glob("*.py")}
-    page = {f"noloco_jax/island/page/{name}" for name in ("index.html", "dashboard.css", "dashboard.js")}
+    page = {f"noloco_jax/islands/{name}" for name in ("page.html", "messages.proto", "messages_pb2.pyi")}
     assert packed == modules | configs | page | {"noloco_jax/py.typed"}
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.island.membership import Membership
-from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.membership import Membership
 from support import modes
 from support.paths import ROOT
+from support.rosters import on_loopback
 from support.training_islands import NAMES
 
 # Layouts of one program: all replicas on one device, several per device, sharded replicas, pipeline stages.
@@ -80,7 +80,7 @@ TABLE = {
             Setting(every(), (CUBE,), "sparseloco"),
         ),
     ),
-    "inner optimizer": Row("outer/test_loop", "spmd/test_layouts", "islands/test_meshes"),
+    "inner optimizer": Row("outer/test_loop", "spmd/test_layouts", "islands/test_training"),
     "fragments, hypercube order, momentum of corrections": Row(
         SAME, SAME, SAME, (Setting(every(4, fragments=4, order="hypercube", **CARRIED)),)
     ),
@@ -107,18 +107,18 @@ TABLE = {
     "outer state in host memory": Row(
         No(),
         SAME,
-        "islands/test_meshes",
+        "islands/test_training",
         (
             Setting(every(offload=True, state_dtype="bfloat16"), (CUBE,)),
             Setting(every(offload=True, delay=1)),
         ),
     ),
-    "FSDP, tensor parallel inside a replica": Row(USERS, "spmd/test_layouts", "islands/test_meshes"),
+    "FSDP, tensor parallel inside a replica": Row(USERS, "spmd/test_layouts", "islands/test_training"),
     "pipeline stages, random routing": Row(No(), "spmd/test_pipeline", No("to spread a model over devices")),
-    "resume with other replicas": Row(USERS, "processes/test_elastic", "islands/test_folders"),
+    "resume with other replicas": Row(USERS, "processes/test_elastic", "islands/test_members"),
     "unequal speed of machines": Row(No(), No(), "islands/test_training"),
     "loss of a machine": Row(USERS, "processes/test_kills", "islands/test_killed"),
-    "merged model": Row(USERS, "train/test_loop", "islands/test_finished"),
+    "merged model": Row(USERS, "train/test_loop", "islands/test_merge"),
 }
 
 
@@ -163,7 +163,7 @@ def test_islands_give_the_numbers_of_an_own_loop(setting, tmp_path):
 
 @pytest.mark.parametrize("part", [part for part, row in TABLE.items() if getattr(row.islands, "reason", "")])
 def test_islands_refuse_unsupported_parts_with_the_reason(part):
-    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
+    roster = on_loopback(*NAMES)
     row = TABLE[part]
     staged = dataclasses.replace(modes.CONFIG, mesh=dataclasses.replace(modes.CONFIG.mesh, stage=2))
     for config in [setting.config for setting in row.settings] or [staged]:

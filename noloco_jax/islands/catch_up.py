@@ -1,0 +1,260 @@
+"""Catching up: an island that is far behind, new, or has lost its weights continues from those of one donor.
+
+The donor's weights flow while it trains on; the last frame says where it is by then, so that a slow line costs old
+weights, not rounds. Merges fetch weights by the same call.
+
+A donor is drawn at random from the peers near the median round, so that no island becomes everybody's donor by what it
+claims. What comes is checked for its size, finite values and distance from the own weights; its position must be one
+that a run can be at, and near the median when it has come.
+"""
+
+import asyncio
+import random
+import statistics
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.exchange import PIECE_BYTES, Broken, Unfit
+from noloco_jax.islands.node import GREET_SECONDS, Network, Node
+from noloco_jax.islands.peers import MAX_ROUND, check_status
+
+REACH_SECONDS = 5.0  # behind by more than these and the patience: catch up
+STUCK_SECONDS = 3.0  # behind by more than the patience, and no closer for as long: catch up
+CHECK_SECONDS = 0.5  # between two questions to peers while behind
+SILENT_DONOR_SECONDS = 20.0  # without a frame: it is left for another one
+RETRY_SECONDS = 2.0
+ASKED_AT_ONCE = 16
+CATCH_UP, WHOLE = pb.WeightsRequest.CATCH_UP, pb.WeightsRequest.WHOLE
+
+
+class CaughtUp(NamedTuple):
+    """State of a donor, from which training continues.
+
+    Attributes:
+      round: the last round that it has ended.
+      step: its inner steps.
+      leaves: numbers of the state's arrays -> arrays.
+      whole: True if these are all of them; otherwise weights, and what travels with them.
+    """
+
+    round: int
+    step: int
+    leaves: dict[int, Any]
+    whole: bool
+
+
+class State(Protocol):
+    """The training's state, as donors give it and as it is received."""
+
+    def num_bytes(self, kind: int) -> int:
+        """Return the bytes of the weights in a form."""
+        ...
+
+    async def weights(self, kind: int) -> bytes:
+        """Return the encoded weights of a copy that the training takes between two steps."""
+        ...
+
+    async def position(self, kind: int) -> pb.Position:
+        """Return where the training is now, and the small arrays of a form."""
+        ...
+
+    async def received(self, kind: int, data: bytes, position: pb.Position) -> CaughtUp:
+        """Return a received state; raise `Unfit` where it is not finite, or far from the own weights."""
+        ...
+
+    def take_state(self, state: CaughtUp) -> None:
+        """Continue from this state between two later steps."""
+        ...
+
+
+async def give(node: Node, state: State, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+    """Yield the frames for a peer or a command; raise `Refused` where there are no weights to give."""
+    phase = node.phase
+    if phase not in (pb.Status.TRAINING, pb.Status.FINISHED) or (request.last and phase != pb.Status.FINISHED):
+        raise Broken("it has no weights to give yet" if phase != pb.Status.LEAVING else "it leaves")
+    data = await state.weights(request.kind)
+    yield pb.WeightsFrame(offer=pb.Offer(num_bytes=len(data), round=node.round))
+    view = memoryview(data)
+    for start in range(0, len(data), PIECE_BYTES):
+        yield pb.WeightsFrame(piece=pb.Piece(data=bytes(view[start : start + PIECE_BYTES])))
+    yield pb.WeightsFrame(position=await state.position(request.kind))
+
+
+async def receive(network: Network, donor: str, request: pb.WeightsRequest, size: int) -> tuple[bytes, pb.Position]:
+    """Return a donor's weights and its position.
+
+    Raises:
+      Broken: if the donor refuses, or is silent for too long.
+      Unfit: if what comes is not of this size.
+    """
+    frames = network.weights(donor, request).__aiter__()
+
+    async def next_frame(kind: str) -> Any:
+        try:
+            async with asyncio.timeout(SILENT_DONOR_SECONDS):
+                frame = await frames.__anext__()
+        except TimeoutError:
+            raise Broken(f"no answer in {SILENT_DONOR_SECONDS:g} s") from None
+        except StopAsyncIteration:
+            raise Broken("it ended the call early") from None
+        if frame.WhichOneof("kind") != kind:
+            raise Unfit(f"{frame.WhichOneof('kind')} in the place of {kind}")
+        return getattr(frame, kind)
+
+    try:
+        if (offered := (await next_frame("offer")).num_bytes) != size:
+            raise Unfit(f"weights of {offered} bytes, where {size} are needed")
+        pieces, missing = [], size
+        while missing:
+            piece = (await next_frame("piece")).data
+            missing -= len(piece)
+            if not piece or missing < 0:
+                raise Unfit(f"weights of other than {size} bytes")
+            pieces.append(piece)
+        position = await next_frame("position")
+    finally:
+        await frames.aclose()
+    if not -1 <= position.round < MAX_ROUND or position.step >= MAX_ROUND:
+        raise Unfit("weights of an impossible round")
+    return b"".join(pieces), position
+
+
+async def ask(node: Node, names: Iterable[str], seconds: float = GREET_SECONDS, **fields: Any) -> dict[str, pb.Status]:
+    """Greet peers at once; return the answers of those that answer and do not refuse."""
+    found: dict[str, pb.Status] = {}
+
+    async def one(name: str) -> None:
+        try:
+            status = await node.network.greet(name, node.greeting(**fields), seconds)
+            check_status(status)
+        except (Broken, Unfit):
+            return
+        if (peer := node.peers.get(name)) is None:
+            return
+        peer.wrong = status.wrong[:300]
+        if not status.wrong:
+            found[name] = status
+            peer.finished = status.phase == pb.Status.FINISHED
+            node.hear(name, status.timing, status.incarnation)
+            peer.finished = status.phase == pb.Status.FINISHED
+            node.take_news(name, status.roster_version)
+
+    await asyncio.gather(*map(one, names))
+    return found
+
+
+def sample(node: Node, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:
+    """Return peers to ask, at random, those in `last` only if others are few."""
+    names = sorted(node.peers)
+    random.Random(f"{node.name} {node.incarnation} {node.round} {len(last)}").shuffle(names)
+    return sorted(names, key=lambda name: name in last)[:count]
+
+
+def training(statuses: Iterable[pb.Status]) -> list[pb.Status]:
+    return [status for status in statuses if status.phase == pb.Status.TRAINING and status.round >= 0]
+
+
+class CatchUp:
+    """Catching up of one island.
+
+    Args:
+      node: the island.
+      state: its training's state.
+    """
+
+    def __init__(self, node: Node, state: State):
+        self._node, self._state = node, state
+        self._stuck: tuple[float, int] | None = None  # since when it is behind, and the smallest lag since
+        self._tries = 0
+
+    async def watch(self) -> None:
+        """Catch up whenever the island is too far behind, for as long as it trains."""
+        node, patience = self._node, self._node.settings.patience
+        while True:
+            await node.until(lambda: any(peer.round - node.round >= patience for peer in node.peers.values()))
+            if node.phase == pb.Status.TRAINING:
+                statuses = await ask(node, sample(node))
+                if self.is_behind(statuses.values()):
+                    await self.from_one_of(statuses)
+                    self._stuck = None
+            elif node.phase != pb.Status.STARTING:
+                return
+            await asyncio.sleep(CHECK_SECONDS)
+
+    def is_behind(self, statuses: Iterable[pb.Status], has_trained: bool = True) -> bool:
+        """Return whether the own weights are too late to meet most others, and come no closer."""
+        node, now = self._node, asyncio.get_running_loop().time()
+        found = training(statuses)
+        lag = statistics.median_low(status.round - node.round for status in found) if found else 0
+        if lag <= node.settings.patience:
+            self._stuck = None
+            return False
+        if not has_trained or lag * self._round_seconds(found) > REACH_SECONDS:
+            return True
+        if self._stuck is None or lag < self._stuck[1]:
+            self._stuck = now, lag
+        return now - self._stuck[0] >= STUCK_SECONDS
+
+    async def from_one_of(
+        self, statuses: dict[str, pb.Status], is_fit: Callable[[pb.Status], bool] | None = None
+    ) -> bool:
+        """Take the weights of a peer; return whether one gave them.
+
+        Args:
+          statuses: those of peers.
+          is_fit: True for a donor.
+        """
+        node = self._node
+        found = {name: one for name, one in statuses.items() if training([one]) and (is_fit is None or is_fit(one))}
+        kind = WHOLE if node.settings.whole_state else CATCH_UP
+        for name in self._donors(found):
+            if name not in node.peers:
+                continue
+            node.tell(f"catches up from {name}, at round {found[name].round + 1}; here it is round {node.round + 1}")
+            try:
+                size = self._state.num_bytes(kind)
+                data, position = await receive(node.network, name, pb.WeightsRequest(kind=kind), size)
+                self._check(position, await ask(node, [*sample(node), name]))
+                state = await self._state.received(kind, data, position)
+            except (Broken, Unfit) as error:
+                node.tell(f"takes no weights from {name}: {error}")
+                continue
+            node.adopt(name, state.round, position.has_averaged)
+            self._state.take_state(state)
+            return True
+        return False
+
+    def _donors(self, found: dict[str, pb.Status]) -> Sequence[str]:
+        """Return the peers near the median round, in a random order."""
+        if not found:
+            return []
+        self._tries += 1
+        median, reach = self._median(found.values())
+        names = [name for name in sorted(found) if abs(found[name].round - median) <= reach]
+        random.Random(f"{self._node.name} {self._node.incarnation} {self._tries}").shuffle(names)
+        return sorted(names, key=lambda name: not found[name].has_averaged)
+
+    def _check(self, position: pb.Position, statuses: dict[str, pb.Status]) -> None:
+        """Raise `Unfit` for a position that a run cannot be at, or that is far from where the others are by now."""
+        node = self._node
+        if position.round < 0 or not node.settings.fits(position.round, position.step):
+            raise Unfit(f"step {position.step} after round {position.round + 1}, which do not belong together")
+        if position.round <= node.round:
+            raise Unfit("weights that are no newer")
+        if found := training(statuses.values()):
+            median, reach = self._median(found)
+            if position.round > median + reach:
+                raise Unfit(f"weights of round {position.round + 1}, where most are at {median + 1}")
+
+    def _median(self, found: Iterable[pb.Status]) -> tuple[int, float]:
+        """Return the median round, and how far from it an island still is near."""
+        found = list(found)
+        seconds = self._round_seconds(found)
+        reach = max(self._node.settings.patience, REACH_SECONDS / seconds if seconds else 0)
+        return statistics.median_low(status.round for status in found), reach
+
+    def _round_seconds(self, found: Iterable[pb.Status]) -> float:
+        """Return the usual duration of a round: the own one, or what most tell."""
+        told = [one.timing.round_seconds for one in found if one.timing.round_seconds > 0]
+        return self._node.pace.round_seconds() or (statistics.median(told) if told else 0.0)

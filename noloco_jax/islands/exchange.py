@@ -1,0 +1,217 @@
+"""Exchange of one round's messages between two islands: two coroutines, over any stream and any asyncio loop.
+
+    offer                                 answer
+    Hello(round, tokens, timing)    ->
+                                    <-    NotYet(timing), repeated while the answering side has not ended the round
+                                    <-    Accept(tokens, timing), or No(reason), or Done(factor)
+    Piece ...                       <->   Piece ...          both at once; with a modulo format first the windows
+    Received(factor)                ->                       from here on the exchange may have been committed
+                                    <-    Commit(factor)     committed: each side applies the smaller factor
+
+Whatever breaks before `Received` has changed nothing: the offering side dials again. What breaks after it is dialled
+again with the same round and incarnation, and answered by `Done` if the answering side has committed.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from noloco_jax.islands import messages_pb2 as pb
+
+PIECE_BYTES = 512 << 10  # 4 s at 1 Mbit/s
+SILENT_SECONDS = 15.0  # without a frame: the call is given up
+NOT_YET_SECONDS = 4.0  # between two `NotYet`
+MAX_TOKENS = 2**48
+
+
+class Broken(Exception):
+    """End of a call without an answer: the peer is away, stopped, or the network is down."""
+
+
+class Unfit(Exception):
+    """A frame or a message that no honest peer sends."""
+
+
+class Refused(Exception):
+    """There will be no exchange; `answer` has the reason."""
+
+    def __init__(self, answer: pb.No):
+        super().__init__(answer.text)
+        self.answer = answer
+
+
+class Stream(Protocol):
+    """One call with a peer. Both methods raise `Broken` once it has ended."""
+
+    async def send(self, frame: pb.Frame) -> None: ...
+
+    async def receive(self) -> pb.Frame: ...
+
+
+class Side(Protocol):
+    """One island's part in an exchange: its message, and what it makes of the partner's."""
+
+    def sizes(self) -> Sequence[int]:
+        """Return the bytes of each part of a message: its own and the partner's."""
+        ...
+
+    async def part(self, number: int, theirs: Sequence[bytes]) -> bytes:
+        """Return a part of the own message, given the partner's earlier parts."""
+        ...
+
+    async def judge(self, theirs: Sequence[bytes], tokens: int) -> float:
+        """Return the factor that brings the partner's message into the bounds; raise `Unfit` for no message at all."""
+        ...
+
+
+async def offer(
+    stream: Stream, hello: pb.Hello, side: Side, hear: Callable[[pb.Timing, int, int], None], hold: Callable[[], None]
+) -> float:
+    """Exchange as the dialling side; return the partner's factor: the exchange is committed.
+
+    Args:
+      stream: a call that was just opened.
+      hello: the first frame.
+      side: the own part.
+      hear: called with the partner's timing, and its incarnation and roster's version, or 0 while they are unknown.
+      hold: called just before the partner may commit.
+
+    Raises:
+      Refused: if there will be no exchange.
+      Broken: if the call ended.
+      Unfit: if the partner sent what no honest peer sends.
+    """
+    await _send(stream, pb.Frame(hello=hello))
+    while (kind := (frame := await _receive(stream)).WhichOneof("kind")) == "not_yet":
+        hear(frame.not_yet.timing, 0, 0)
+    if kind == "no":
+        hear(frame.no.timing, 0, frame.no.roster_version)
+        raise Refused(frame.no)
+    if kind == "done":
+        return checked_factor(frame.done.factor)
+    accept = _expect(frame, "accept").accept
+    check_tokens(accept.tokens)
+    hear(accept.timing, accept.incarnation, accept.roster_version)
+    theirs = await _swap(stream, side)
+    try:
+        own = await side.judge(theirs, accept.tokens)
+    except Unfit:
+        await _send(stream, pb.Frame(received=pb.Received(good=False)))
+        raise
+    hold()
+    await _send(stream, pb.Frame(received=pb.Received(good=True, factor=own)))
+    return checked_factor(_expect(await _receive(stream), "commit").commit.factor)
+
+
+async def answer(stream: Stream, accept: pb.Accept, tokens: int, side: Side, commit: Callable[[float], float]) -> None:
+    """Exchange as the answering side, which has read the Hello and accepts it.
+
+    Args:
+      stream: the call.
+      accept: the answer.
+      tokens: of the Hello.
+      side: the own part.
+      commit: maps the partner's factor to the own one, and commits.
+
+    Raises `Broken` and `Unfit` as `offer`.
+    """
+    await _send(stream, pb.Frame(accept=accept))
+    theirs = await _swap(stream, side)
+    await side.judge(theirs, tokens)
+    received = _expect(await _receive(stream), "received").received
+    if not received.good:
+        raise Broken("it refuses this island's message")
+    own = commit(checked_factor(received.factor))
+    await _send(stream, pb.Frame(commit=pb.Commit(factor=own)))
+
+
+async def receive_hello(stream: Stream) -> pb.Hello:
+    """Return the first frame of a call; raise `Broken` where none comes, or another one."""
+    frame = await _receive(stream)
+    if frame.WhichOneof("kind") != "hello":
+        raise Broken("it begins without a Hello")
+    return frame.hello
+
+
+async def send_answer(stream: Stream, frame: pb.Frame) -> None:
+    """Send the last frame of a call."""
+    await _send(stream, frame)
+
+
+async def hold_until(ready: Awaitable[None], stream: Stream, timing: Callable[[], pb.Timing]) -> None:
+    """Wait for the own round's end, and tell the dialler that the call is held."""
+    waiting = asyncio.ensure_future(ready)
+    try:
+        while not waiting.done():
+            await _send(stream, pb.Frame(not_yet=pb.NotYet(timing=timing())))
+            await asyncio.wait([waiting], timeout=NOT_YET_SECONDS)
+    finally:
+        waiting.cancel()
+
+
+def checked_factor(factor: float) -> float:
+    """Return a partner's factor; raise `Unfit` where it is none. NaN is none."""
+    if not 0.0 <= factor <= 1.0:
+        raise Unfit(f"a factor of {factor}")
+    return factor
+
+
+def check_tokens(tokens: int) -> None:
+    """Raise `Unfit` for a weight that no round has."""
+    if not 0 < tokens <= MAX_TOKENS:
+        raise Unfit(f"a round of {tokens} tokens")
+
+
+async def _swap(stream: Stream, side: Side) -> list[bytes]:
+    """Send the own message and return the partner's, in parts of which each may depend on the earlier ones."""
+    theirs: list[bytes] = []
+    for number, size in enumerate(side.sizes()):
+        own = await side.part(number, theirs)
+        sending = asyncio.ensure_future(_send_pieces(stream, own))
+        try:
+            theirs.append(await _receive_pieces(stream, size))
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+    return theirs
+
+
+async def _send_pieces(stream: Stream, data: bytes) -> None:
+    view = memoryview(data)
+    for start in range(0, len(data), PIECE_BYTES):
+        await _send(stream, pb.Frame(piece=pb.Piece(data=bytes(view[start : start + PIECE_BYTES]))))
+
+
+async def _receive_pieces(stream: Stream, size: int) -> bytes:
+    """Return a part; raise `Unfit` as soon as it is not of its size."""
+    pieces, missing = [], size
+    while missing:
+        piece = _expect(await _receive(stream), "piece").piece.data
+        missing -= len(piece)
+        if not piece or missing < 0:
+            raise Unfit(f"a message of other than {size} bytes")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def _send(stream: Stream, frame: pb.Frame) -> None:
+    try:
+        async with asyncio.timeout(SILENT_SECONDS):
+            await stream.send(frame)
+    except TimeoutError:
+        raise Broken(f"takes nothing for {SILENT_SECONDS:g} s") from None
+
+
+async def _receive(stream: Stream) -> pb.Frame:
+    try:
+        async with asyncio.timeout(SILENT_SECONDS):
+            return await stream.receive()
+    except TimeoutError:
+        raise Broken(f"no answer in {SILENT_SECONDS:g} s") from None
+
+
+def _expect(frame: pb.Frame, kind: str) -> pb.Frame:
+    if frame.WhichOneof("kind") != kind:
+        raise Unfit(f"{frame.WhichOneof('kind')} in the place of {kind}")
+    return frame

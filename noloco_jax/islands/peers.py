@@ -1,0 +1,112 @@
+"""What an island knows of its peers, and the checks of what they tell."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.bounds import Distance
+from noloco_jax.islands.exchange import MAX_TOKENS, Unfit
+from noloco_jax.islands.roster import Address
+
+PROTOCOL = "6"  # islands of two protocols refuse each other
+MAX_ROUND = 2**40
+MAX_VALUES, MAX_TEXT = 512, 4096  # of an identity
+FIRST_WEIGHTS = "first weights"  # of islands that begin a run
+_COMPARED_FIRST = ("protocol", "run", "roster")
+_HINTS = {
+    "protocol": " (install one version of noloco_jax on both)",
+    "roster": " (copy one file to all, and restart all)",
+    FIRST_WEIGHTS: " (give all islands the same first weights, from one seed)",
+}
+
+
+@dataclass
+class Peer:
+    """A member as seen from one island.
+
+    Attributes:
+      round: the last round that it told to have ended; -1: unknown.
+      heard: time when it was last heard; None: never.
+      incarnation: the newest one that it told.
+      away: True after it said goodbye, until it is heard again.
+      finished: True if it has taken its last step.
+      is_known: True once this island was admitted there.
+      wrong: the reason for which one of the two refuses the other.
+      broken: broken messages in a row.
+      quarantined_until: the round from which on it is met again after them.
+      distance: see `bounds.Distance`.
+      met: the last round that was exchanged with it.
+      left_out: True while nothing is taken from it.
+      address: a newer one than in the roster, which it has told itself.
+    """
+
+    name: str
+    round: int = -1
+    heard: float | None = None
+    incarnation: int = 0
+    away: bool = False
+    finished: bool = False
+    wrong: str = ""
+    broken: int = 0
+    quarantined_until: int = 0
+    distance: Distance = field(default_factory=Distance)
+    met: int = -1
+    left_out: bool = False
+    address: Address | None = None
+
+    def fault(self, round: int) -> str:
+        """Return the reason for which nothing is exchanged with it in a round, or an empty text."""
+        if self.wrong:
+            return self.wrong
+        if self.quarantined_until > round:
+            return f"sent broken messages: nothing is exchanged with it before round {self.quarantined_until + 1}"
+        return "is far away, and nothing is taken from it" if self.left_out else ""
+
+
+def digest(identity: Mapping[str, str]) -> int:
+    """Return 64 bits that stand for the values that all islands have at any time."""
+    text = json.dumps(sorted((name, value) for name, value in identity.items() if name != FIRST_WEIGHTS))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def difference(own: Mapping[str, str], other: Mapping[str, str], peer: str) -> str:
+    """Return the first values that differ, for people; an empty text where all are equal."""
+    for name in sorted({*own, *other}, key=lambda name: (name not in _COMPARED_FIRST, name)):
+        if name == FIRST_WEIGHTS and not (name in own and name in other):
+            continue  # one of the two resumes, or was invited
+        if own.get(name) != other.get(name):
+            here, there = own.get(name, "the default"), other.get(name, "the default")
+            return f"{name}: {here} here, {there} at {peer}{_HINTS.get(name, '')}"
+    return ""
+
+
+def check_hello(hello: pb.Hello) -> None:
+    """Raise `Unfit` for a Hello that no honest island sends."""
+    if not (hello.round < MAX_ROUND and 0 < hello.tokens <= MAX_TOKENS and len(hello.address) <= 300):
+        raise Unfit("a Hello of impossible values")
+    check_timing(hello.timing)
+
+
+def check_timing(timing: pb.Timing) -> None:
+    """Raise `Unfit` for a timing that is no number."""
+    if not (timing.round < MAX_ROUND and math.isfinite(timing.ago) and math.isfinite(timing.round_seconds)):
+        raise Unfit("a timing of impossible values")
+
+
+def check_greeting(greeting: pb.Greeting) -> None:
+    """Raise `Unfit` for a greeting that no honest island or command sends."""
+    texts = (*greeting.identity.keys(), *greeting.identity.values(), greeting.address)
+    if len(greeting.identity) > MAX_VALUES or any(len(text) > MAX_TEXT for text in texts):
+        raise Unfit("an identity of too many values")
+    if not 0 <= greeting.hold_seconds <= 600:
+        raise Unfit("a time to hold that is none")
+
+
+def check_status(status: pb.Status) -> None:
+    """Raise `Unfit` for a status that no honest island tells."""
+    if not -1 <= status.round < MAX_ROUND or status.step >= MAX_ROUND:
+        raise Unfit("a status of impossible values")
+    check_timing(status.timing)

@@ -1,0 +1,365 @@
+"""Calls between islands by gRPC over mutual TLS: `Dialler` calls, `Listener` answers. Both live on one asyncio loop.
+
+Whose call it is follows from the certificate; without TLS, which is for loopback addresses alone, from the metadata.
+Limits: 2 MiB a message, no compression, 16 KiB of metadata, 5 s for a handshake, 8 calls at once of one member, 128 in
+all, and half of the process's open files for connections.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from noloco_jax.errors import UserError
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.certificates import is_viewer, owner_and_issue
+from noloco_jax.islands.exchange import Broken, Refused, Unfit
+from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.roster import Address, Roster
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it logs of strangers' handshakes is nobody's business
+
+MAX_BYTES = 2 << 20  # of a message on the wire: a piece, or a greeting with a roster
+CALLS_OF_ONE, CALLS_OF_ALL = 8, 128
+CALL_SECONDS = 4 * 3600.0  # of any call: silence ends it much earlier
+HANDSHAKE_SECONDS = 5
+_SERVICE = "noloco.Island"
+_NAME = "noloco-name"  # of a caller without TLS
+_COMMON = [
+    ("grpc.max_receive_message_length", MAX_BYTES),
+    ("grpc.max_send_message_length", MAX_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.per_message_decompression", 0),  # inflated, a small message would be a large one
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class Dialler:
+    """Calls to the islands of a roster. They raise `Broken`, with the reason in words.
+
+    Args:
+      name: of the caller.
+      credentials: its keys; None without TLS.
+      roster: the islands.
+    """
+
+    def __init__(self, name: str, credentials: Credentials | None, roster: Roster):
+        self._name, self._credentials, self._roster = name, credentials, roster
+        self._told: dict[str, Address] = {}
+        self._channels: dict[str, tuple[tuple[str, str], grpc.aio.Channel]] = {}
+
+    def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
+        self._roster, self._told = roster, dict(addresses)
+
+    def renew(self, credentials: Credentials) -> None:
+        """Dial with new keys from now on."""
+        self._credentials = credentials
+        self._channels.clear()  # those in use end with their calls
+
+    @contextlib.asynccontextmanager
+    async def exchange(self, peer: str) -> AsyncIterator["_Outgoing"]:
+        method = self._channel(peer).stream_stream(
+            f"/{_SERVICE}/Exchange",
+            request_serializer=pb.Frame.SerializeToString,
+            response_deserializer=pb.Frame.FromString,
+        )
+        call = method(timeout=CALL_SECONDS, metadata=self._metadata)
+        try:
+            yield _Outgoing(call)
+        finally:
+            call.cancel()
+
+    async def greet(self, peer: str, greeting: pb.Greeting, seconds: float) -> pb.Status:
+        method = self._channel(peer).unary_unary(
+            f"/{_SERVICE}/Greet",
+            request_serializer=pb.Greeting.SerializeToString,
+            response_deserializer=pb.Status.FromString,
+        )
+        try:
+            return await method(greeting, timeout=seconds + greeting.hold_seconds, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise Broken(_words(error, seconds)) from None
+
+    async def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+        method = self._channel(peer).unary_stream(
+            f"/{_SERVICE}/Weights",
+            request_serializer=pb.WeightsRequest.SerializeToString,
+            response_deserializer=pb.WeightsFrame.FromString,
+        )
+        call = method(request, timeout=CALL_SECONDS, metadata=self._metadata)
+        try:
+            async for frame in call:
+                yield frame
+        except grpc.aio.AioRpcError as error:
+            raise Broken(_words(error, CALL_SECONDS)) from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        for _, channel in self._channels.values():
+            await channel.close(0)
+        self._channels.clear()
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self._credentials is not None else ((_NAME, self._name),)
+
+    def _channel(self, peer: str) -> grpc.aio.Channel:
+        """Return the channel to a peer; a new one after its address or its certificate has changed."""
+        member = self._roster.get(peer)
+        if member is None:
+            raise Broken(f"{peer} is no member")
+        address = self._told.get(peer, member.address)
+        if not address.can_be_dialled:
+            raise Broken("it only dials out")
+        certificate = f"{peer}.{member.issued}" if member.issued else peer
+        key = str(address), certificate
+        known = self._channels.get(peer)
+        if known is None or known[0] != key:
+            self._channels[peer] = known = key, self._new_channel(*key)
+        return known[1]
+
+    def _new_channel(self, target: str, certificate: str) -> grpc.aio.Channel:
+        options = [
+            *_COMMON,
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.min_reconnect_backoff_ms", 5000),  # to connect in
+            ("grpc.max_reconnect_backoff_ms", 3000),
+        ]
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(target, options)
+        keys = self._credentials
+        options.append(("grpc.ssl_target_name_override", certificate))
+        return grpc.aio.secure_channel(
+            target, grpc.ssl_channel_credentials(keys.authority, keys.key, keys.certificate), options
+        )
+
+
+class _Outgoing:
+    """`exchange.Stream` of a call that this island has made."""
+
+    def __init__(self, call: Any):
+        self._call = call
+
+    async def send(self, frame: pb.Frame) -> None:
+        try:
+            await self._call.write(frame)
+        except grpc.aio.AioRpcError as error:
+            raise Broken(_words(error, CALL_SECONDS)) from None
+        except asyncio.InvalidStateError:  # it has ended
+            raise Broken(await self._end()) from None
+
+    async def receive(self) -> pb.Frame:
+        try:
+            frame = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise Broken(_words(error, CALL_SECONDS)) from None
+        if frame is grpc.aio.EOF:
+            raise Broken(await self._end())
+        return frame
+
+    async def _end(self) -> str:
+        """Return the reason for which the call has ended."""
+        code = await self._call.code()
+        if code == grpc.StatusCode.OK:
+            return "it ended the call early"
+        return _words_of(code, await self._call.details() or "", CALL_SECONDS)
+
+
+class Listener:
+    """Server of one island.
+
+    Args:
+      node: answers calls: a `Node`.
+      give: caller, request for weights -> their frames.
+      roster: () -> the roster by which callers are known.
+      credentials: () -> the island's present keys; None without TLS.
+    """
+
+    def __init__(
+        self,
+        node: Any,
+        give: Callable[[str, pb.WeightsRequest], AsyncIterator[pb.WeightsFrame]],
+        roster: Callable[[], Roster],
+        credentials: Callable[[], Credentials | None],
+    ):
+        self._node, self._give, self._roster, self._credentials = node, give, roster, credentials
+        self._calls = Counter[str]()
+        self._served: Credentials | None = None
+        self._server: grpc.aio.Server | None = None
+
+    async def open(self, address: Address) -> int:
+        """Listen at an address, and return the port; raise `UserError` where it cannot be had."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        options = [
+            *_COMMON,
+            ("grpc.so_reuseport", 0),
+            ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
+            ("grpc.max_concurrent_streams", 2 * CALLS_OF_ONE),
+            ("grpc.max_allowed_incoming_connections", max(files // 2, 32)),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+        ]
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=CALLS_OF_ALL)
+        handlers = {
+            "Exchange": grpc.stream_stream_rpc_method_handler(
+                self._exchange, pb.Frame.FromString, pb.Frame.SerializeToString
+            ),
+            "Greet": grpc.unary_unary_rpc_method_handler(
+                self._greet, pb.Greeting.FromString, pb.Status.SerializeToString
+            ),
+            "Weights": grpc.unary_stream_rpc_method_handler(
+                self._weights, pb.WeightsRequest.FromString, pb.WeightsFrame.SerializeToString
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        self._served = self._credentials()
+        try:
+            if self._served is None:
+                port = self._server.add_insecure_port(str(address))
+            else:
+                port = self._server.add_secure_port(str(address), self._server_credentials(self._served))
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise UserError(
+                f"cannot listen at {address}: the port is in use, or the address is not this machine's; end what uses "
+                "it, or give --listen=HOST:PORT"
+            )
+        await self._server.start()
+        return port
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0.2)
+
+    def _server_credentials(self, keys: Credentials) -> grpc.ServerCredentials:
+        """Return credentials that are read again at handshakes, after the keys were made anew."""
+
+        def fetch() -> Any:
+            present = self._credentials()
+            if present is None or present == self._served:
+                return None
+            self._served = present
+            return configuration(present)
+
+        def configuration(keys: Credentials) -> Any:
+            return grpc.ssl_server_certificate_configuration([(keys.key, keys.certificate)], keys.authority)
+
+        return grpc.dynamic_ssl_server_credentials(configuration(keys), fetch, require_client_authentication=True)
+
+    async def _exchange(self, requests: Any, context: Any) -> None:
+        async with self._call(context) as name:
+            with contextlib.suppress(Broken):
+                await self._node.exchange_called(name, _Incoming(context))
+
+    async def _greet(self, greeting: pb.Greeting, context: Any) -> pb.Status:
+        async with self._call(context, greets=True) as name:
+            if is_viewer(name):
+                greeting = pb.Greeting()  # it may look, and nothing else
+            try:
+                return await self._node.greeted(name, greeting)
+            except Unfit as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise AssertionError
+
+    async def _weights(self, request: pb.WeightsRequest, context: Any) -> AsyncIterator[pb.WeightsFrame]:
+        async with self._call(context) as name:
+            try:
+                async for frame in self._give(name, request):
+                    yield frame
+            except (Broken, Refused) as error:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    @contextlib.asynccontextmanager
+    async def _call(self, context: Any, greets: bool = False) -> AsyncIterator[str]:
+        """Count a call of the caller whose name this gives; end it where the caller may not make it."""
+        name, issued = self._caller(context)
+        member = self._roster().get(name)
+        # The greeting of a new member may bring the roster that it is in.
+        if member is None and not greets:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{name or 'the caller'} is no member here")
+        if member is not None and member.issued and issued != member.issued:
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, f"{name}'s certificate is revoked: copy the one made since over it"
+            )
+        if self._calls[name] >= CALLS_OF_ONE:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
+        self._calls[name] += 1
+        try:
+            yield name
+        finally:
+            self._calls[name] -= 1
+            if not self._calls[name]:
+                del self._calls[name]
+
+    def _caller(self, context: Any) -> tuple[str, int]:
+        """Return the name of a caller, and when its certificate was made."""
+        if self._credentials() is None:
+            name = dict(context.invocation_metadata() or ()).get(_NAME, "")
+            return (name if isinstance(name, str) else ""), 0
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        owners = [owner_and_issue(name.decode("ascii", "replace")) for name in names]
+        return max(owners, key=lambda owner: owner[1], default=("", 0))
+
+
+class _Incoming:
+    """`exchange.Stream` of a call that this island answers."""
+
+    def __init__(self, context: Any):
+        self._context = context
+
+    async def send(self, frame: pb.Frame) -> None:
+        try:
+            await self._context.write(frame)
+        except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError):
+            raise Broken("the caller ended the call") from None
+
+    async def receive(self) -> pb.Frame:
+        try:
+            frame = await self._context.read()
+        except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError):
+            raise Broken("the caller ended the call") from None
+        if frame is grpc.aio.EOF:
+            raise Broken("the caller ended the call")
+        return frame
+
+
+def _words(error: grpc.aio.AioRpcError, seconds: float) -> str:
+    return _words_of(error.code(), error.details() or "", seconds)
+
+
+_KNOWN = (  # parts of gRPC's texts -> words for people; the first that is found counts
+    ("Connection refused", "nobody listens there"),
+    ("resolving", "no such host"),
+    ("DNS", "no such host"),
+    ("resolution", "no such host"),
+    ("Hostname Verification Check failed", "its certificate is another island's, or revoked"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is refused: other keys, or expired"),
+    ("TSI_PROTOCOL_FAILURE", "its certificate is refused, or it refuses this one: other keys, or expired"),
+    ("SSL", "its certificate is refused, or it refuses this one: other keys, or expired"),
+    ("andshake", "the handshake failed: is TLS on one side alone, or has a certificate expired?"),
+    ("timed out", "does not answer"),
+    ("Deadline", "does not answer"),
+    ("FD Shutdown", "does not answer"),
+    ("unreachable", "cannot be reached"),
+    ("Socket closed", "it closed the connection: it stopped, or refuses this certificate"),
+    ("recvmsg", "it closed the connection: it stopped, or refuses this certificate"),
+    ("Connection reset", "it closed the connection: it stopped, or refuses this certificate"),
+    ("Broken pipe", "it closed the connection: it stopped, or refuses this certificate"),
+)
+
+
+def _words_of(code: grpc.StatusCode, details: str, seconds: float) -> str:
+    """Return a status of gRPC in words."""
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer in {seconds:g} s"
+    if code != grpc.StatusCode.UNAVAILABLE:
+        return details or code.name.lower().replace("_", " ")
+    return next((words for text, words in _KNOWN if text in details), details[:200])

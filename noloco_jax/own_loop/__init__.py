@@ -1,1 +1,0 @@
-"""Islands in a user's own loop: `noloco_jax.Island`."""

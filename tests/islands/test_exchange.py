@@ -1,0 +1,104 @@
+"""Exchanges of two islands whose calls break at every point: what enters, on which side, and how often."""
+
+import asyncio
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from noloco_jax.islands.exchange import SILENT_SECONDS, Broken
+from support.island_world import Delivered, Sea, Sim, no_faults
+from support.virtual_time import run_virtual
+
+KINDS = ("hello", "not_yet", "accept", "piece", "received", "commit", "done", "no")
+
+
+def pairs_of(sims: list[Sim]) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+    """Return the corrections of both islands by their rounds; fail where one entered twice."""
+    found = []
+    for sim in sims:
+        counts = Counter(round for round, _ in sim.applied)
+        assert max(counts.values(), default=1) == 1, f"{sim.name}: a correction entered twice"
+        found.append(dict(sim.applied))
+    return found[0], found[1]
+
+
+async def train_two(sea: Sea, rounds: int) -> list[Sim]:
+    sims = [sea.add(name) for name in ("a", "b")]
+    await asyncio.gather(*(sim.train(rounds * sea.steps_a_round) for sim in sims))
+    await asyncio.sleep(60)
+    for sim in sims:
+        sim.apply()
+    await sea.close()
+    return sims
+
+
+@pytest.mark.parametrize("interrupted", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_corrections_of_interrupted_exchanges_sum_to_zero_and_enter_once(interrupted):
+    """Frames that two islands send end their call, before or after they have arrived."""
+    sea = Sea(["a", "b"], steps_a_round=1, step_seconds=2.0)
+    broken = Counter()
+
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        await asyncio.sleep(0.001 * sea.random.random())
+        if sea.random.random() < (0.3 if kind in ("received", "commit") else 0.1):
+            broken[kind] += 1
+            raise sea.random.choice((Broken, Delivered))("a fault of the test")
+
+    sea.faults = faults
+    sims = run_virtual(train_two(sea, interrupted))
+    ours, theirs = pairs_of(sims)
+    both = ours.keys() & theirs.keys()
+    for round in both:
+        np.testing.assert_array_equal(ours[round] + theirs[round], 0.0)
+    one_sided = ours.keys() ^ theirs.keys()
+    assert sum(broken.values()) >= interrupted
+    assert set(broken) >= {"hello", "accept", "piece", "received", "commit", "done"}
+    assert len(both) > 0.8 * interrupted
+    assert len(one_sided) <= sum(sim.node.one_sided for sim in sims)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sender", ["a", "b"])
+def test_a_frame_that_is_lost_once_costs_nothing(kind, sender):
+    sea = Sea(["a", "b"])
+    lost: list[str] = []
+
+    async def faults(sending: str, receiver: str, of_kind: str) -> None:
+        await no_faults(sending, receiver, of_kind)
+        if of_kind == kind and sending == sender and not lost:
+            lost.append(kind)
+            raise Broken("a fault of the test")
+
+    sea.faults = faults
+    ours, theirs = pairs_of(run_virtual(train_two(sea, 6)))
+    assert ours.keys() >= {0, 1, 2, 3} and theirs.keys() == ours.keys()
+    for round in ours:
+        np.testing.assert_array_equal(ours[round] + theirs[round], 0.0)
+
+
+def test_a_peer_that_stops_in_the_middle_is_named_and_costs_rounds_alone():
+    sea = Sea(["a", "b"], step_seconds=1.0)
+
+    async def main() -> Sim:
+        a, b = sea.add("a"), sea.add("b")
+
+        async def faults(sender: str, receiver: str, kind: str) -> None:
+            await no_faults(sender, receiver, kind)
+            if 35 < asyncio.get_running_loop().time() < 100 and "b" in (sender, receiver):
+                await asyncio.sleep(100 - asyncio.get_running_loop().time())
+
+        sea.faults = faults
+
+        async def stop() -> None:
+            await asyncio.sleep(35)
+            b.stopped_until = 100.0
+
+        await asyncio.gather(a.train(300), b.train(300), stop())
+        await sea.close()
+        return a
+
+    a = run_virtual(main())
+    assert any(f"b: no answer in {SILENT_SECONDS:g} s" in line or "takes nothing" in line for line in a.lines), a.lines
+    last = [met.outcome for met in a.met if met.round >= 20 and met.reason != "leaving"]
+    assert last and set(last) <= {"met", "late"}, a.met

@@ -1,0 +1,211 @@
+"""One member that breaks the protocol: nothing of it reaches the training, and what it costs is bounded."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.exchange import SILENT_SECONDS, Broken
+from noloco_jax.islands.node import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS, ROSTER_SECONDS
+from noloco_jax.islands.roster import BadRosterError
+from support.island_world import Sea, participation
+from support.virtual_time import run_virtual
+
+NAN = math.nan
+HELLOS = {
+    "no tokens": {"tokens": 0},
+    "too many tokens": {"tokens": 2**63},
+    "an impossible round": {"round": 2**63},
+    "a time that is none": {"timing": pb.Timing(round=0, ago=NAN, round_seconds=math.inf)},
+    "a long address": {"address": "x" * 10_000},
+    "an address that is none": {"address": "no address at all"},
+    "a round long ago": {"round": 0},
+    "a round far ahead": {"round": 10_000},
+    "another configuration": {"identity": 1},
+}
+FRAMES = {
+    "no frame": [pb.Frame()],
+    "a hello twice": [pb.Frame(hello=pb.Hello())],
+    "a commit at once": [pb.Frame(commit=pb.Commit(factor=1.0))],
+    "received at once": [pb.Frame(received=pb.Received(good=True, factor=1.0))],
+    "an empty piece": [pb.Frame(piece=pb.Piece())],
+    "a long piece": [pb.Frame(piece=pb.Piece(data=bytes(1 << 20)))],
+    "NaN": [pb.Frame(piece=pb.Piece(data=np.full(4, NAN).tobytes()))],
+    "infinity": [pb.Frame(piece=pb.Piece(data=np.full(4, math.inf).tobytes()))],
+    "huge values": [pb.Frame(piece=pb.Piece(data=np.full(4, 1e300).tobytes()))],
+    "large values": [pb.Frame(piece=pb.Piece(data=np.full(4, 1e4).tobytes()))],
+    "a negative factor": [
+        pb.Frame(piece=pb.Piece(data=np.ones(4).tobytes())),
+        pb.Frame(received=pb.Received(good=True, factor=-1.0)),
+    ],
+    "a factor that is none": [
+        pb.Frame(piece=pb.Piece(data=np.ones(4).tobytes())),
+        pb.Frame(received=pb.Received(good=True, factor=NAN)),
+    ],
+    "nothing more": [],
+}
+
+
+async def with_an_attacker(attack, seconds: float = 60.0):
+    """Train three islands, one of which attacks the first, and return them."""
+    sea = Sea(["a", "b", "evil"])
+    a, b, evil = (sea.add(name) for name in ("a", "b", "evil"))
+
+    async def attacking() -> None:
+        await asyncio.sleep(10.5)
+        await attack(sea, a, evil)
+
+    await asyncio.gather(a.train(600), b.train(600), evil.train(600), attacking())
+    await sea.close()
+    for sim in (a, b):
+        assert np.isfinite(sim.slow).all() and np.abs(sim.slow).max() < 10
+        assert not [line for line in sim.lines if "a fault of this program" in line], sim.lines
+        due = [met for met in sim.met if met.partner in ("a", "b") and met.reason != "leaving"]
+        assert sum(met.outcome in ("met", "late") for met in due) >= 0.95 * len(due)
+    return a, b, evil
+
+
+def hello_to(a, round: int | None = None, **fields) -> pb.Hello:
+    made = pb.Hello(round=a.node.round if round is None else round, incarnation=9, tokens=100, identity=a.node._digest)
+    made.MergeFrom(pb.Hello(**fields))
+    return made
+
+
+async def say(sea: Sea, frames) -> list[pb.Frame]:
+    """Call the first island as the attacker with these frames, and return its answers."""
+    answers = []
+    try:
+        async with sea.islands["evil"].node.network.exchange("a") as stream:
+            for frame in frames:
+                await stream.send(frame)
+            async with asyncio.timeout(SILENT_SECONDS + 1):
+                while True:
+                    answers.append(await stream.receive())
+    except (Broken, TimeoutError):
+        pass
+    return answers
+
+
+@pytest.mark.parametrize("kind", HELLOS)
+def test_a_false_hello_changes_nothing(kind):
+    fields = dict(HELLOS[kind])
+    round = fields.pop("round", None)
+
+    async def attack(sea, a, evil):
+        for _ in range(5):
+            answers = await say(sea, [pb.Frame(hello=hello_to(a, round, **fields))])
+            assert all(answer.WhichOneof("kind") in ("no", "not_yet", "accept", "piece") for answer in answers)
+
+    run_virtual(with_an_attacker(attack))
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_false_frames_of_an_exchange_change_nothing_and_end_in_quarantine(kind):
+    async def attack(sea, a, evil):
+        for _ in range(60):
+            if a.node.partner(a.node.round) == "evil" and a.node.is_meeting(a.node.round):
+                await say(sea, [pb.Frame(hello=hello_to(a)), *FRAMES[kind]])
+            await asyncio.sleep(0.5)
+
+    async def main():
+        sea_a, *_ = await with_an_attacker(attack)
+        return sea_a
+
+    run_virtual(main())
+
+
+def test_three_broken_messages_in_a_row_leave_their_sender_out_for_some_rounds():
+    async def main():
+        sea = Sea(["a", "b"])
+        a, b = sea.add("a"), sea.add("b")
+        b.tamper = lambda message: message * 1e4 if 15 <= b.node.round < 25 else message
+        await asyncio.gather(a.train(600), b.train(600))
+        await sea.close()
+        return a
+
+    a = run_virtual(main())
+    assert any("nothing is exchanged with it before round" in line for line in a.lines), a.lines
+    assert participation(a, 25 + QUARANTINE_ROUNDS + BROKEN_IN_A_ROW) > 0.9
+    assert np.isfinite(a.slow).all()
+
+
+def test_a_flood_of_rosters_that_nobody_signed_costs_a_check_every_few_seconds():
+    checked = []
+
+    def parse(document: bytes):
+        checked.append(document)
+        raise BadRosterError("the run's authority has not signed it")
+
+    async def main():
+        sea = Sea(["a", "b"])
+        a, b = sea.add("a", parse=parse), sea.add("b")
+        training = asyncio.gather(a.train(300), b.train(300))
+        await asyncio.sleep(1)
+        false = pb.SignedRoster(roster=pb.Roster(run="x", version=10**9).SerializeToString(), signature=b"x")
+        began = asyncio.get_running_loop().time()
+        for _ in range(5000):
+            await b.node.network.greet("a", pb.Greeting(roster=false), 5.0)
+        seconds = asyncio.get_running_loop().time() - began
+        await training
+        await sea.close()
+        return seconds
+
+    seconds = run_virtual(main())
+    assert 1 <= len(checked) <= seconds / ROSTER_SECONDS + 1
+
+
+def test_claims_of_a_newer_roster_are_followed_up_once_in_a_while():
+    async def main():
+        sea = Sea(["a", "b"])
+        a, b = sea.add("a", parse=lambda document: sea.roster), sea.add("b")
+        asked = []
+        greeted = b.node.greeted
+
+        async def counted(name, greeting):
+            if greeting.wants_roster:
+                asked.append(name)
+            return await greeted(name, greeting)
+
+        b.node.greeted = counted
+        for _ in range(1000):
+            a.node.take_news("b", 10**6)
+            await asyncio.sleep(0.01)
+        await sea.close()
+        return asked
+
+    assert len(run_virtual(main())) <= 3
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        pb.Greeting(identity={str(i): "x" for i in range(10_000)}),
+        pb.Greeting(identity={"x": "y" * 100_000}),
+        pb.Greeting(until_ready=True, hold_seconds=1e9),
+        pb.Greeting(hold_seconds=NAN),
+    ],
+    ids=["many values", "long values", "a long hold", "no time"],
+)
+def test_greetings_of_impossible_sizes_are_refused(greeting):
+    from noloco_jax.islands.exchange import Unfit
+
+    async def main():
+        a = Sea(["a", "b"]).add("a")
+        with pytest.raises(Unfit):
+            await a.node.greeted("b", greeting)
+
+    run_virtual(main())
+
+
+def test_a_goodbye_counts_for_the_caller_alone():
+    async def main():
+        sea = Sea(["a", "b", "c"])
+        a = sea.add("a")
+        await a.node.greeted("b", pb.Greeting(leaving=True, finished=True, identity=a.node.identity))
+        assert a.node.peers["b"].finished and not a.node.peers["c"].finished
+        await a.node.greeted("stranger", pb.Greeting(leaving=True, finished=True))
+        assert "stranger" not in a.node.peers
+
+    run_virtual(main())

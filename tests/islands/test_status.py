@@ -1,0 +1,177 @@
+"""Status, dashboard and metrics of islands: what they show of training, frozen, absent and restarted ones."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as island
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.commands import open_run
+from noloco_jax.islands.dashboard import COUNTERS, GAUGES, PREFIX, DashboardServer, exposition, values_of
+from noloco_jax.islands.roster import Address, read_roster
+from noloco_jax.islands.status import Watched, Watcher
+from support.live_island import LiveIsland, training, wait_for
+from support.ports import free_ports
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Iterator[Path]:
+    """Train two islands of a roster of three, whose third never comes, with a viewer's keys."""
+    folder = tmp_path_factory.mktemp("seen")
+    ports = free_ports(3)
+    rows = zip(("paris", "berlin", "vienna"), ports, strict=True)
+    text = "".join(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n' for name, port in rows)
+    (folder / "roster.toml").write_text('run = "seen"\n' + text)
+    assert island(["keys", f"--roster={folder / 'roster.toml'}", f"--out={folder / 'keys'}", "--viewer=ann"]) == 0
+    roster = read_roster(folder / "roster.toml")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("noloco_jax.islands.start.TOGETHER_SECONDS", 1.0)
+        islands = [LiveIsland(name, roster, folder, folder / "keys" / name) for name in ("paris", "berlin")]
+        with training(*islands):
+            wait_for(lambda: all(one.round > 3 for one in islands))
+            islands[0].link.record({"loss": 2.5, "perplexity": 12.0, "tokens_per_second": math.inf})
+            yield folder
+
+
+@pytest.fixture(scope="module")
+def served(run) -> Iterator[tuple[DashboardServer, Watcher]]:
+    watcher = Watcher(open_run(run / "roster.toml", run / "keys" / "viewer_ann"), every=0.5)
+    server = DashboardServer(Address("127.0.0.1", 0), watcher)
+    watcher.start()
+    server.start()
+    wait_for(lambda: watcher.to_json()["islands"].get("vienna", {}).get("away"))
+    yield server, watcher
+    server.close()
+    watcher.close()
+
+
+def get(server: DashboardServer, path: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(f"http://{server.address}{path}", timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@pytest.mark.parametrize("keys", ["keys", "keys/viewer_ann", "keys/berlin"])
+def test_the_status_command_shows_who_trains_and_why_others_are_away(run, keys, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert island(["status", f"--roster={run / 'roster.toml'}", f"--keys={run / keys}"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"paris .*training", said) and re.search(r"berlin .*training", said)
+    assert re.search(r"vienna.*away: nobody", said)
+
+
+def test_the_page_has_the_figures_of_every_island(served):
+    server, _ = served
+    status, content = get(server, "/data.json")
+    islands = json.loads(content)["islands"]
+    assert status == 200 and islands.keys() == {"paris", "berlin", "vienna"}
+    assert islands["paris"]["phase"] == "training" and islands["paris"]["figures"] == {"loss": 2.5, "perplexity": 12.0}
+    assert islands["vienna"]["away"] == "nobody listens there"
+    assert get(server, "/")[1].startswith(b"<!doctype html>")
+    assert get(server, "/../roster.toml")[0] == get(server, "/nothing")[0] == 404
+
+
+def test_metrics_are_in_prometheus_format_with_all_islands(served):
+    server, _ = served
+    families = {one.name: one for one in text_string_to_metric_families(get(server, "/metrics")[1].decode())}
+    assert families.keys() == {PREFIX + name for name in (*GAUGES, *COUNTERS)}
+    values = {sample.labels["island"]: sample.value for sample in families[PREFIX + "up"].samples}
+    assert values == {"paris": 1.0, "berlin": 1.0, "vienna": 0.0}
+    assert {sample.labels["island"] for sample in families[PREFIX + "training"].samples} == {"paris", "berlin"}
+
+
+def answer(**fields: Any) -> pb.Status:
+    return pb.Status(phase=pb.Status.TRAINING, **fields)
+
+
+def test_counters_go_on_over_an_island_s_restart():
+    watched = Watched()
+    for committed in (3, 5, 2, 4):  # a restart after the second
+        watched.take(answer(due=committed, committed=committed), 0.0)
+    assert watched.totals["committed"] == 5 + 4
+
+
+def test_an_island_that_stops_answering_is_away_and_leaves_a_gap():
+    watched = Watched()
+    watched.take(answer(round=3, figures={"loss": 1.0}), 1.0)
+    watched.take("no answer in 5 s", 3.0)
+    watched.take(answer(round=9, figures={"loss": math.nan}), 5.0)
+    assert [sample[1] for sample in watched.samples] == [4, None, 10]
+    assert [sample[2] for sample in watched.samples] == [1.0, None, None]
+    watched.take("no answer in 5 s", 7.0)
+    shown = watched.to_json(9.0)
+    assert shown["phase"] == "away" and shown["away"] == "no answer in 5 s" and shown["seconds"] == 4.0
+    assert values_of(shown) == {"up": 0.0, "due": 0, "committed": 0, "one_sided": 0}
+
+
+def test_what_a_hostile_member_tells_is_still_json_and_short():
+    watched = Watched()
+    peers = [pb.Peer(name="x", fault="<script>" * 1000)]
+    watched.take(answer(steps_late=math.nan, figures={"loss": math.inf}, peers=peers, notices=["y" * 9999]), 0.0)
+    text = json.dumps(watched.to_json(1.0), allow_nan=False)
+    assert len(text) < 2000
+    exposition({"run": "r", "islands": {"x": watched.to_json(1.0)}})
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser here: apt-get install chromium")
+def test_a_browser_draws_the_page(served):
+    server, _ = served
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--dump-dom"]
+    done = subprocess.run([*command, f"http://{server.address}/"], capture_output=True, text=True, timeout=120)
+    assert "2 of 3 train" in done.stdout and "away: nobody listens there" in done.stdout
+    assert "<path" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_no_line_is_drawn_across_missing_data():
+    page = (Path(__file__).parents[2] / "noloco_jax/islands/page.html").read_text()
+    found = re.search(r"function stretches.*?\n}\n", page, re.DOTALL)
+    assert found is not None
+    samples = [[0, 1, 2.0], [2, 2, 1.9], [4, None, None], [6, 4, 1.7], [60, 5, 1.6], [62, 6, None]]
+    program = f"{found.group()} console.log(JSON.stringify(stretches({json.dumps(samples)}, 2, 10)))"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[[0, 2], [2, 1.9]], [[6, 1.7]], [[60, 1.6]]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["status", "--seconds=0"], "give more than 0 and up to 600"),
+        (["dashboard", "--every=0"], "give 0.2 to 3600 seconds"),
+        (["dashboard", "--listen=8080"], "is no address"),
+    ],
+)
+def test_wrong_flags_are_refused(run, arguments, said):
+    with pytest.raises(UserError, match=said):
+        island([*arguments, f"--roster={run / 'roster.toml'}", f"--keys={run / 'keys'}"])
+
+
+def test_a_port_in_use_is_named(served):
+    server, watcher = served
+    with pytest.raises(UserError, match="give another --listen"):
+        DashboardServer(server.address, watcher)
+
+
+def test_keys_are_asked_for_where_an_island_is_on_another_machine(tmp_path):
+    text = 'run = "r"\n[[island]]\nname = "a"\naddress = "10.0.0.1:1"\n[[island]]\nname = "b"\naddress = "10.0.0.2:1"\n'
+    (tmp_path / "roster.toml").write_text(text)
+    with pytest.raises(UserError, match="give --keys=FOLDER"):
+        open_run(tmp_path / "roster.toml", None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no keys"):
+        open_run(tmp_path / "roster.toml", tmp_path / "empty")
