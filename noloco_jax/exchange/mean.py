@@ -55,7 +55,7 @@ class MeanExchange:
             raise ValueError(
                 "noloco has no pairing, which only an Island does without: give RandomPairing(num_replicas)"
             )
-        message, dims = outgoing.message, fragments.block_dims(outgoing.message)
+        message = outgoing.message
         axes = checked_axes(message, self.axis_name, self.pairing.num_replicas)
         fragment, draw = fragments.of(number)
         index = self.pairing.pool_index(draw, fragment)
@@ -67,11 +67,12 @@ class MeanExchange:
         # The size of this replica's group, a number where all are equal: XLA may then multiply by its reciprocal.
         size = largest if (sizes == largest).all() else jnp.asarray(sizes)[index, axes.replica()]
 
-        if isinstance(self.wire, modulo.Modulo):
-            return _pair_mean_in_windows(self.wire, outgoing, dims, number, routes[0], index, size, axes)
-        if self.wire.exact and largest == 2:
+        if largest == 2 and self.wire.exact:
             others = send(message, routes[0], index, axes)
             return jax.tree.map(lambda x, other: _if_in(size, 1, (x + other) / 2, x), message, others), None
+        dims = fragments.block_dims(message)
+        if isinstance(self.wire, modulo.Modulo):
+            return _pair_mean_in_windows(self.wire, outgoing, dims, number, routes[0], index, size, axes)
         blocks = to_code(self.wire, message, dims)
         # The sender must decode exactly what it sends: without the barrier a compiler may round twice, differently.
         code = blocks if self.wire.exact else lax.optimization_barrier(jax.tree.map(self.wire.encode, blocks))

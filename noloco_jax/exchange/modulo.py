@@ -56,9 +56,11 @@ class Modulo:
 
     Attributes:
       name: name in `noloco_jax.wires`, which defines its sizes.
+      exact: False.
     """
 
     name: str
+    exact = False
 
     def windows(self, blocks: jax.Array, moved: jax.Array, remembered: jax.Array) -> jax.Array:
         """Return the exponent of the step that the sender of each block proposes, uint8 (..., blocks, 1).

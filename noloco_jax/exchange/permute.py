@@ -1,6 +1,6 @@
 """Permutation of replicas' arrays by an entry of a compiled pool, chosen at run time."""
 
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,23 +60,23 @@ def _rows(tree: PyTree, index: jax.Array) -> PyTree:
 
 def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axes: tuple[str, ...]) -> PyTree:
     """Send blocks between devices along the pattern of entry `index`."""
-    branches: Sequence[Callable[[PyTree], PyTree]] = [
-        lambda t, pattern=pattern: jax.tree.map(lambda x: _send_array(x, pattern, routes.num_slots, device_axes), t)
-        for pattern in routes.patterns
-    ]
-    if len(branches) == 1:
-        return branches[0](tree)
-    return lax.switch(jnp.asarray(routes.pattern_of)[index], branches, tree)
+    arrays, structure = jax.tree.flatten(tree)
+    branches = [partial(_send_along, pattern, routes.num_slots, device_axes) for pattern in routes.patterns]
+    if len(branches) > 1:
+        return structure.unflatten(lax.switch(jnp.asarray(routes.pattern_of)[index], branches, arrays))
+    return structure.unflatten(branches[0](arrays))
 
 
-def _send_array(x: jax.Array, pattern: Pattern, num_slots: int, device_axes: tuple[str, ...]) -> jax.Array:
-    """Send `x`: a replica's array if a device holds one replica, else its block (L, ...) ordered by `Routes.send`."""
-    parts, start = [], 0
+def _send_along(pattern: Pattern, num_slots: int, device_axes: tuple[str, ...], arrays: list[Any]) -> list[Any]:
+    """Send arrays: a replica's if a device holds one replica, else its blocks (L, ...) ordered by `Routes.send`."""
+    parts: list[list[Any]] = [[] for _ in arrays]
+    start = 0
     for destinations, count in pattern:
-        part = x if count == num_slots else lax.slice_in_dim(x, start, start + count)
+        pairs = [(source, destination) for source, destination in enumerate(destinations) if destination != NOWHERE]
+        for x, received in zip(arrays, parts, strict=True):
+            part = x if count == num_slots else lax.slice_in_dim(x, start, start + count)
+            if any(source != destination for source, destination in enumerate(destinations)):
+                part = lax.ppermute(part, device_axes, pairs)
+            received.append(part)
         start += count
-        if any(source != destination for source, destination in enumerate(destinations)):
-            pairs = [(source, destination) for source, destination in enumerate(destinations) if destination != NOWHERE]
-            part = lax.ppermute(part, device_axes, pairs)
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return [received[0] if len(received) == 1 else jnp.concatenate(received) for received in parts]
