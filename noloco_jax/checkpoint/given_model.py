@@ -30,7 +30,7 @@ class GivenModel(NamedTuple):
       trained_length: tokens of its longest sequence in training; None if unknown.
       found_tokenizer: its tokenizer; None if unknown.
       without_tokenizer: why there is none, and what to do.
-      data_at_start: facts that told the data of its run from others at its last start, see `data_facts`; None if
+      data_at_start: facts that told the data of its run from others at its last start, see `RunData.facts`; None if
         unknown.
       seed: of its run, 0 of a folder.
       load: reads its weights while it is open, and returns what they are, for people, and the weights.
