@@ -123,7 +123,7 @@ def inner_specs(inner: optax.GradientTransformation, params: PyTree, specs: PyTr
     return jax.tree.map_with_path(spec, jax.eval_shape(jax.vmap(inner.init), params))
 
 
-def outer_specs(outer: OuterOptimizer, state: OuterState, specs: PyTree) -> OuterState:
+def outer_specs(outer: OuterOptimizer, state: Any, specs: PyTree) -> OuterState:
     """Return specs of an outer optimizer's state: subtrees like the parameters are sharded like them.
 
     A wire format's windows are few, and are replicated over the devices of a replica's stage.
