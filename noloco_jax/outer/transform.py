@@ -90,11 +90,13 @@ class OuterSteps:
     def init(self, params: PyTree) -> OuterState:
         """Return the state before the first outer step."""
         check_leaves(params)
-        zero = jnp.zeros([], jnp.int32)
+        count, num_outer_steps, num_applied = (jnp.zeros([], jnp.int32) for _ in range(3))  # one buffer each, to donate
         rule = stored(self.rule.init(params), self.state_dtype, BEFORE_THE_FIRST)
         windows = self.exchange.windows(params, self.fragments)
-        delayed = Delayed(zero, jax.tree.map(jnp.zeros_like, computed(params))) if self.schedule.delay else None
-        return OuterState(zero, zero, rule, windows, delayed)
+        delayed = None
+        if self.schedule.delay:
+            delayed = Delayed(num_applied, jax.tree.map(jnp.zeros_like, computed(params)))
+        return OuterState(count, num_outer_steps, rule, windows, delayed)
 
     def step(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
         """Take outer step `state.num_outer_steps`: (params, state)."""

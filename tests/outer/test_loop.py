@@ -192,6 +192,14 @@ def test_init_does_not_alias_the_parameters(make):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(step(*first)))
 
 
+@pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"wire": "modulo4", "fragments": 2}], ids=str)
+def test_no_two_arrays_of_a_fresh_state_share_a_buffer(settings):
+    """Or a program that it is donated to would refuse it."""
+    params = {"w": jnp.ones((64, 64)), "b": jnp.zeros(64)}
+    leaves = jax.tree.leaves((params, noloco(2, **settings).init(params)))
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+
 @both
 def test_an_update_without_parameters_is_an_error(make):
     tx = make(1)
