@@ -211,8 +211,10 @@ class IslandSteps:
         return self._place(item), item.step
 
     def _decide(self, state: TrainState) -> Sequence[Any]:
-        """Pause for slower islands; return what has arrived, the arrays of the state that others wait for, and whether
-        the island was removed.
+        """Pause for slower islands.
+
+        Returns:
+          What has arrived, the arrays of the state that others wait for, and whether the island was removed.
         """
         assert self.link is not None
         if pause := self.link.pace.pause():
@@ -238,8 +240,9 @@ class IslandSteps:
         return self._announced(items), saved
 
     def _announced(self, items: list[Correction | CaughtUp]) -> list[list[Any]]:
-        """Keep what has arrived for `_apply`; return how to announce it: a correction by its round, a state by its
-        round, its inner steps, and whether it is whole.
+        """Keep what has arrived for `_apply`; return how to announce it.
+
+        A correction is announced by its round, a state by its round, its inner steps, and whether it is whole.
         """
         self._arrived = items
         return [[item.round, item.step, item.whole] if isinstance(item, CaughtUp) else [item.round] for item in items]
