@@ -158,6 +158,15 @@ def test_equal_replicas_and_unpaired_replicas_keep_their_weights_bitwise():
     np.testing.assert_array_equal(means["w"][4], alone["w"][4])
 
 
+def test_the_windows_of_a_replica_without_a_partner_do_not_narrow():
+    """It has learned nothing of its distance from the others."""
+    tree, groups = {"w": replicas(1e-3)["w"][:5]}, [[0, 3], [1, 2], [4]]
+    _, before = exchange_with_memories(tree, like(tree, 1e-3), groups, layout=5)
+    _, after = exchange_with_memories(tree, like(tree, 0.0), groups, 5, before)
+    assert before["w"][4].min() > 0
+    np.testing.assert_array_equal(after["w"][4], before["w"][4])
+
+
 def test_both_partners_use_the_larger_of_their_windows():
     tree = replicas(1.0)
     movement = like(tree, 0.0)
