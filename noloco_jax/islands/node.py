@@ -95,7 +95,10 @@ class Read(NamedTuple):
 class Codec(Protocol):
     """Form of messages. `own` is the message as the training gave it. These methods may take long: see `World.run`."""
 
-    sizes: Sequence[int]
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Return the bytes of each part of a message."""
+        ...
 
     def part(self, own: Any, number: int, theirs: Sequence[bytes]) -> bytes: ...
 
@@ -186,13 +189,13 @@ class Attempt:
     async def judge(self, theirs: Sequence[bytes], tokens: int) -> float:
         node, meeting = self._node, self._meeting
         try:
-            self.read = await node.world.run(node.codec.read, meeting.own, tuple(theirs))
+            read: Read = await node.world.run(node.codec.read, meeting.own, tuple(theirs))
         except (ValueError, TypeError, IndexError, ArithmeticError) as error:
             raise Unfit(f"a message that cannot be decoded: {error}") from None
-        if not self.read.norm <= LARGEST * meeting.norm or not math.isfinite(self.read.difference):  # NaN neither
-            raise Unfit(f"a message of norm {self.read.norm:.3g}, where the own one has {meeting.norm:.3g}")
+        if not read.norm <= LARGEST * meeting.norm or not math.isfinite(read.difference):  # NaN neither
+            raise Unfit(f"a message of norm {read.norm:.3g}, where the own one has {meeting.norm:.3g}")
         self.weight = tokens / (tokens + meeting.tokens)
-        self.size = self.weight * self.read.difference
+        self.read, self.size = read, self.weight * read.difference
         self.factor = node.bounds.factor(self.size, meeting.norm)
         if node.stays_far(node.peers[meeting.partner], self.size, self.factor):
             self.factor = 0.0

@@ -209,7 +209,11 @@ class StateForms:
 
     def __init__(self, specs: Sequence[ArraySpec], num_weights: int, carried: Sequence[int] = ()):
         self._specs, weights = list(specs), list(range(num_weights))
-        self._leaves = {EXACT: weights, CATCH_UP: [*weights, *carried], WHOLE: list(range(len(specs)))}
+        self._leaves: dict[int, list[int]] = {
+            EXACT: weights,
+            CATCH_UP: [*weights, *carried],
+            WHOLE: list(range(len(specs))),
+        }
         self._num_weights = num_weights
 
     def large(self, kind: int) -> list[int]:

@@ -30,6 +30,7 @@ CALLS_OF_ONE, CALLS_OF_ALL = 8, 128
 CALL_SECONDS = 4 * 3600.0  # of any call: silence ends it much earlier
 HANDSHAKE_SECONDS = 5
 _SERVICE = "noloco.Island"
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _NAME = "noloco-name"  # of a caller without TLS
 _COMMON = [
     ("grpc.max_receive_message_length", MAX_BYTES),
@@ -126,7 +127,7 @@ class Dialler:
         return known[1]
 
     def _new_channel(self, target: str, certificate: str) -> grpc.aio.Channel:
-        options = [
+        options: list[tuple[str, Any]] = [
             *_COMMON,
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 200),
@@ -161,7 +162,7 @@ class _Outgoing:
             frame = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise Broken(_words(error, CALL_SECONDS)) from None
-        if frame is grpc.aio.EOF:
+        if frame is _EOF:
             raise Broken(await self._end())
         return frame
 
@@ -326,7 +327,7 @@ class _Incoming:
             frame = await self._context.read()
         except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError):
             raise Broken("the caller ended the call") from None
-        if frame is grpc.aio.EOF:
+        if frame is _EOF:
             raise Broken("the caller ended the call")
         return frame
 

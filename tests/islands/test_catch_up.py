@@ -83,7 +83,7 @@ def _lying(sea: Sea, name: str, claim: int, weights: float) -> Liar:
         made.timing.round = claim
         return made
 
-    sim.node.status = status
+    sim.node.status = status  # type: ignore[method-assign]
     return sim
 
 

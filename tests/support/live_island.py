@@ -3,13 +3,12 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.keys import credentials_for
 from noloco_jax.islands.network import Correction, Link, Plan
@@ -135,7 +134,3 @@ def wait_for(holds: Callable[[], Any], seconds: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.05)
-
-
-def statuses(found: Any) -> Mapping[str, pb.Status]:
-    return found.statuses
