@@ -144,7 +144,7 @@ def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, hours):
             for row in rows:
                 if row.name not in sims and not roster.is_over(row.name, soon):
                     new = sims[row.name] = sea.add(row.name, parse=parse, roster=roster)
-                    donor = next(one for one in sims.values() if one.step)
+                    donor = max(sims.values(), key=lambda one: one.step)
                     new.node.phase, new.node.round = pb.Status.TRAINING, donor.node.round
                     new.step, new.slow = donor.step, donor.slow.copy()
                     training[row.name] = asyncio.ensure_future(new.go_on(10**6))

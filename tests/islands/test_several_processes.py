@@ -1,5 +1,6 @@
 """Island of several real processes that shard its replica; its first process exchanges with the other islands."""
 
+import asyncio
 import shutil
 import signal
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax.island.command import main as island
+from noloco_jax.islands.commands import Run, open_run
+from noloco_jax.islands.merge import Merged, mean_of, of_live_islands
+from noloco_jax.islands.transport import Dialler
 from support import processes
 from support.archipelago import Archipelago
 
@@ -16,6 +19,15 @@ pytestmark = pytest.mark.timeout(900)
 NAMES: tuple[str, ...] = ("berlin", "paris")  # paris is two processes
 OWN = {"paris": ["--config.mesh.fsdp=2"]}
 SMALL = ["--config.num_replicas=2", "--config.model.num_layers=1"]
+
+
+async def merged(run: Run) -> Merged:
+    """Return the mean of the weights of the islands that train."""
+    dialler = Dialler(run.name, run.credentials, run.roster)
+    try:
+        return await mean_of(await of_live_islands(run, dialler, ask_seconds=10, seconds=60), print)
+    finally:
+        await dialler.close()
 
 
 def trained(config: Path, folder: Path, *arguments: str, size: int, devices: int) -> Archipelago:
@@ -76,8 +88,7 @@ def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor
         islands.start("berlin")
         islands.until(lambda: islands.has_met("berlin", after=back), "berlin", *both)
         assert "these weights came from paris" in islands.said("berlin")
-        flags = [f"--roster={tmp_path / 'berlin.toml'}", f"--keys={islands.keys}", f"--out={tmp_path / 'merged'}"]
-        assert island(["merge", *flags, "--at_least=2"]) == 0
+        assert asyncio.run(merged(open_run(tmp_path / "berlin.toml", islands.keys))).rounds.keys() == {*NAMES}
 
         islands.signal("paris.1", signal.SIGTERM)
         islands.signal("berlin", signal.SIGTERM)
