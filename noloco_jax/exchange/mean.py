@@ -69,7 +69,7 @@ class MeanExchange:
 
         if largest == 2 and self.wire.exact:
             others = send(message, routes[0], index, axes)
-            return jax.tree.map(lambda x, other: _if_in(size, 1, (x + other) / 2, x), message, others), None
+            return jax.tree.map(lambda x, other: (x + other) / 2, message, others), None
         dims = fragments.block_dims(message)
         if isinstance(self.wire, modulo.Modulo):
             return _pair_mean_in_windows(self.wire, outgoing, dims, number, routes[0], index, size, axes)
@@ -77,9 +77,9 @@ class MeanExchange:
         # The sender must decode exactly what it sends: without the barrier a compiler may round twice, differently.
         code = blocks if self.wire.exact else lax.optimization_barrier(jax.tree.map(self.wire.encode, blocks))
         own, total = jax.tree.map(self.wire.decode, code), None
-        for k, route in enumerate(routes, start=1):
+        for route in routes:  # of those that a smaller group lacks, a replica is its own sender
             others = jax.tree.map(self.wire.decode, send(code, route, index, axes))
-            differences = jax.tree.map(lambda other, x, k=k: _if_in(size, k, other - x, 0.0), others, own)
+            differences = jax.tree.map(jnp.subtract, others, own)
             total = differences if total is None else jax.tree.map(jnp.add, total, differences)
         change = from_code(self.wire, jax.tree.map(lambda x: x / size, total), message, dims)
         return jax.tree.map(jnp.add, message, change), None
@@ -154,10 +154,6 @@ def _pair_mean_in_windows(
     payload = lax.optimization_barrier(modulo.encode_in(wire, message, windows, number, dims))
     received = send(payload, routes, index, axes)
     halves, remembered = modulo.correct_in(wire, payload, received, windows, number, message, dims)
-    mean = jax.tree.map(lambda x, half: _if_in(size, 1, x + half, x), message, halves)
-    return mean, jax.tree.map(lambda new, old: _if_in(size, 1, new, old), remembered, proposed)
-
-
-def _if_in(size: Any, k: int, x: Any, otherwise: Any) -> Any:
-    """Return `x` where this replica's group has a member k places after it, and `otherwise` elsewhere."""
-    return x if isinstance(size, int) else jnp.where(k < size, x, otherwise)
+    if not isinstance(size, int):  # a replica that is alone learns nothing of others, and keeps its windows
+        remembered = jax.tree.map(lambda new, old: jnp.where(size > 1, new, old), remembered, proposed)
+    return jax.tree.map(jnp.add, message, halves), remembered

@@ -247,6 +247,20 @@ def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_st
             assert_trees_close(params[name], np.where(mask, slow[name], theta[name]), atol=3e-6)
 
 
+def test_a_late_correction_has_the_gain_of_its_own_round():
+    """Issue 52, section 5: outer step 1 is of round 0, and step 2, taken meanwhile, of round 1."""
+    alphas = jnp.array([0.3, 0.9])
+    outer = nj.diloco(0.7, lambda round: alphas[round], nesterov=True, fragments=2, delay=1)
+    step, apply = (jax.jit(jax.vmap(one, axis_name="replica")) for one in (outer.step, outer.apply))
+    params, state = tree(0), initial(outer)
+    for number in range(3):
+        params, state = step(jax.tree.map(np.add, params, tree(10 + number)), state)
+    after, _ = apply(params, state)
+    mask = members(SHAPES["even"], 2)[1]
+    expected = params["even"] + np.where(mask, 1.3 * np.asarray(state.delayed.correction["even"]), 0)
+    assert_trees_close(after["even"], expected, atol=3e-6)
+
+
 def test_parameters_may_hold_tuples():
     nested = {"pair": (tree(0)["even"], tree(0)["odd"]), "list": [tree(0)["scalar"], ()]}
     outer = nj.noloco(nj.RandomPairing(N), fragments=2)

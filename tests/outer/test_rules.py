@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
+from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import Momentum, OuterState
 from noloco_jax.outer.transform import shared
 from support.layouts import assert_trees_close, axis_of, over_replicas, random_tree
@@ -168,12 +169,13 @@ def test_a_bfloat16_state_rounds_equal_leaves_differently():
 
 def test_a_bfloat16_state_rounds_equal_fragments_differently():
     """Issue 52, item 7: the noise was that of the fragment's round, the same in all fragments."""
-    outer = nj.diloco(state_dtype="bfloat16", fragments=2, sync_every=2)
+    by_rows = Fragments(2, lambda path, shape: 0)
+    outer = nj.diloco(1.0, 0.0, False, state_dtype="bfloat16", fragments=by_rows, sync_every=2)
     params = jnp.broadcast_to(1 + 1e-2 * np.random.default_rng(0).random((1, 1, 512), np.float32), (2, 2, 512))
     state: Any = jax.vmap(outer.init)({"w": params})
     for _ in range(2):
         _, state = jax.vmap(outer.step, axis_name="replica")({"w": params}, state)
-    slow = np.asarray(state.rule.slow["w"][0])
+    slow = np.asarray(state.rule.slow["w"][0])  # φ ← θ, the same in both rows
     assert (slow[0] != slow[1]).mean() > 0.1
 
 
