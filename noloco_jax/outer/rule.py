@@ -167,7 +167,7 @@ class Rule:
 
 def at(value: Number, k: Any) -> Any:
     """Return a number as it is, or a schedule's value in round `k`, such that it leaves float32 arrays float32."""
-    number = value(k) if callable(value) else value
+    number: Any = value(k) if callable(value) else value
     return number.astype(np.float32) if hasattr(number, "astype") else number
 
 

@@ -125,6 +125,10 @@ class OuterSteps:
         """
         self._check(params, state)
         if arrived is None:
+            if state.delayed is None:
+                raise ValueError(
+                    "there is no stored correction without a delay: give the correction and its outer step"
+                )
             number = shared(state.delayed.num_applied)
             theta, state = self._apply_stored(params, state, number, shared(state.num_outer_steps) - 1)
             return self._placed(params, theta, number), state
@@ -235,6 +239,7 @@ class OuterSteps:
 
         Otherwise a correction of zero is applied: its arithmetic costs less than a branch, which would copy the state.
         """
+        assert state.delayed is not None
         oldest = shared(state.delayed.num_applied)
         is_due = oldest <= last
         correction = self.fragments.take(state.delayed.correction, number)

@@ -322,6 +322,13 @@ def test_leaves_that_have_no_mean_are_refused_by_name(leaf, message):
             call({"a": np.zeros(2, np.float32), "w": leaf})
 
 
+def test_a_stored_correction_without_a_delay_is_refused():
+    params = random_tree(0, N)
+    state = jax.vmap(noloco().init)(params)
+    with pytest.raises(ValueError, match="no stored correction without a delay"):
+        jax.eval_shape(jax.vmap(noloco().apply, axis_name="replica"), params, state)
+
+
 @pytest.mark.parametrize(
     "make",
     [noloco, nj.diloco, nj.sparseloco, lambda: nj.epidemic(nj.RandomNeighbours(N))],
