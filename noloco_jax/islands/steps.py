@@ -222,10 +222,10 @@ class IslandSteps:
             with self._exposed():
                 time.sleep(pause)
             self.seconds_paused += pause
-        elif self.link.is_exchanging:
+        elif isinstance(first := jax.tree.leaves(state.params)[0], jax.Array) and self.link.is_exchanging:
             # A correction enters behind the steps that are queued on the device: keep these few.
             # Of this process's own part of an array: a program of all processes would wait for the others.
-            self._marks.append(_mark(jax.tree.leaves(state.params)[0].addressable_data(0)))
+            self._marks.append(_mark(first.addressable_data(0)))
             while len(self._marks) > _IN_FLIGHT:
                 jax.block_until_ready(self._marks.popleft())
         return self._announced(self.link.take()), list(self.link.wanted), self.link.is_removed
