@@ -81,10 +81,7 @@ _closed_at_exit: "weakref.WeakSet[Stream]" = weakref.WeakSet()
 def _close_all() -> None:
     """End threads while Grain can still do so; at the interpreter's end it cannot."""
     for stream in list(_closed_at_exit):
-        if isinstance(stream, ReplicaStreams):
-            stream.close(in_turn=True)
-        else:
-            stream.close()
+        stream.close()
 
 
 class Stream(Iterator[HostBatch]):
@@ -228,16 +225,8 @@ class ReplicaStreams(Iterator[dict[int, HostBatch]]):
         for replica, stream in self.by_replica.items():
             stream.set_state(states[replica])
 
-    def close(self, *, in_turn: bool = False) -> None:
-        """End all threads and worker processes, each of which may be in the middle of a batch.
-
-        Args:
-          in_turn: one after the other, as no thread can begin at the interpreter's end.
-        """
-        if in_turn:
-            for stream in self.by_replica.values():
-                stream.close()
-        else:
-            with ThreadPoolExecutor(max(len(self.by_replica), 1)) as threads:
-                list(threads.map(Stream.close, self.by_replica.values()))  # waits, and raises what closing raises
+    def close(self) -> None:
+        """End all threads and worker processes, each of which may be in the middle of a batch."""
+        with ThreadPoolExecutor(max(len(self.by_replica), 1)) as threads:
+            list(threads.map(Stream.close, self.by_replica.values()))  # waits, and raises what closing raises
         self._close_workers()

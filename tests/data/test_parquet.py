@@ -258,7 +258,7 @@ def test_nulls_are_refused_with_file_and_row(tmp_path):
 def test_a_row_that_cannot_be_read_is_an_empty_row_under_skip(tmp_path, capfd, kind):
     """It keeps its number, so that a saved position stays that of the same rows."""
     rows: list = [[k, k + 1] for k in range(0, 600, 2)]
-    values = {"input_ids": [*rows], "labels": [*rows]}
+    values: dict[str, list] = {"input_ids": [*rows], "labels": [*rows]}
     if kind == "text":
         values = {"text": [f"{k:3}" for k in range(300)]}
         values["text"][210] = None

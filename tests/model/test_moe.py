@@ -175,13 +175,13 @@ def test_the_load_balancing_loss_is_trained_but_neither_logged_nor_evaluated():
 
 def test_the_load_balancing_loss_is_a_term_of_the_mean_loss_whatever_labels_are_left_out():
     """The load is of all positions: without three quarters of the labels the term is the same."""
-    batch: Any = packed_batch([[16], [16]], EVERY_PART.vocab_size)
+    batch: dict = packed_batch([[16], [16]], EVERY_PART.vocab_size)
     without = dataclasses.replace(EVERY_PART, router_aux_loss_coef=0.0)
 
     @jax.jit
     def term(labels_BT):
         value, plain = (
-            kind.loss(config, start(), batch | {"labels": labels_BT})[0] for config in (EVERY_PART, without)
+            kind.loss(config, start(), {**batch, "labels": labels_BT})[0] for config in (EVERY_PART, without)
         )
         return value - plain
 

@@ -41,7 +41,7 @@ def collectives_in(text: str, mesh_shape: Mapping[str, int]) -> list[Found]:
         differ = np.array([(coordinates[group] != coordinates[group[0]]).any(axis=0) for group in groups])
         shapes = [(int(re.sub(r"\D", "", kind) or 8), dims) for kind, dims in _ARRAY.findall(match[1])]
         size = sum(bits * math.prod(int(d) for d in dims.split(",") if d) // 8 for bits, dims in shapes)
-        axes = tuple(axis for axis, any_differ in zip(mesh_shape, list(differ.any(axis=0)), strict=True) if any_differ)
+        axes = tuple(axis for place, axis in enumerate(mesh_shape) if differ[:, place].any())
         found.append(Found(match[2], axes, size, int(differ[:, 0].sum())))
     return [one for one in found if one.axes]
 
