@@ -149,6 +149,9 @@ def load_keys(folder: Path, name: str) -> Credentials:
     if _load_key(paths[2], contents.key).public_key() != certificate.public_key():
         raise UserError(f"{paths[2]} is not the key of {paths[1]}: take both from the same folder of `island keys`")
     if fault := fault_of(certificate, authority, name):
+        own = folder.parent / name
+        if folder.name != name and (own / CERTIFICATE).exists():
+            raise UserError(f"{paths[1]} {fault}: give --keys={own}")
         early = datetime.datetime.now(datetime.UTC) < certificate.not_valid_before_utc  # a new one would be, too
         first = "set this machine's clock if it is behind, else " if early else ""
         raise UserError(f"{paths[1]} {fault}: {first}have a new one made with `island keys --replace={name}`")

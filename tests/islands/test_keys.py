@@ -116,6 +116,12 @@ def test_replace_overwrites_the_keys_of_the_named_islands_only(roster):
     load_keys(keys / "berlin", "berlin")
 
 
+def test_another_island_s_folder_beside_the_own_one_is_answered_with_the_own_one(roster):
+    keys = make(roster)
+    with pytest.raises(UserError, match=re.escape(f"made out to paris, not to berlin: give --keys={keys / 'berlin'}")):
+        load_keys(keys / "paris", "berlin")
+
+
 def test_replaced_keys_are_revoked_in_the_next_version_of_the_roster(roster, capsys):
     keys = make(roster)
     first = read_members(keys / MEMBERS_FILE, "test", (keys / "ca.pem").read_bytes())
