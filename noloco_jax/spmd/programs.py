@@ -304,4 +304,4 @@ def _mean_of_replicas(tree: PyTree) -> PyTree:
 def _spread(model: ModelConfig, params: PyTree) -> jax.Array:
     apart = jax.tree.map(jnp.subtract, computed(params), _mean_of_replicas(params))
     squares_L = jax.vmap(partial(replica_square_norm, model))(apart)  # padding of the vocabulary is zero
-    return jnp.sqrt(_mean_of_replicas(squares_L)[0] / num_params(model)[0])
+    return jnp.sqrt(_mean_of_replicas(squares_L)[0] / float(num_params(model)[0]))
