@@ -200,10 +200,14 @@ class Progress:
         """Return True if the first line has been waited for so long that any step shall be one."""
         return self._silent_since is not None and self._clock() - self._silent_since >= SILENT_SECONDS
 
-    def outer(self, step: int, count: int, round: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
-        """Report `count` finished outer steps: the last one's round (from 0) and groups, and their total seconds."""
-        what = f"outer step {round + 1}" if count == 1 else f"outer steps {round + 2 - count} to {round + 1}, the last"
-        self.note(f"{self._where(step)}  {what}: {_groups(groups)}, {format_seconds(seconds)}")
+    def outer(self, step: int, count: int, last: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
+        """Report `count` outer steps: the number (from 0) and groups of the last one, and the seconds of all."""
+        taken = format_seconds(seconds)
+        if count == 1:
+            self.note(f"{self._where(step)}  outer step {last + 1}: {_groups(groups)}, {taken}")
+            return
+        what = f"outer steps {last + 2 - count} to {last + 1}, the last: {_groups(groups)}"
+        self.note(f"{self._where(step)}  {what}, {taken} in all")
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """Report an evaluation; `values` as for `results_table`."""

@@ -102,7 +102,7 @@ def test_an_outer_step_line_shows_the_groups_and_the_duration(groups, seconds, t
 def test_several_outer_steps_share_a_line_with_the_groups_of_the_last():
     console = plain_console()
     Progress(1000, console=console).outer(150, 40, 79, [[0, 1]], 0.5)
-    assert shown(console) == "step  150/1000  outer steps 41 to 80, the last: 0-1, 500 ms\n"
+    assert shown(console) == "step  150/1000  outer steps 41 to 80, the last: 0-1, 500 ms in all\n"
 
 
 def test_an_evaluation_line_shows_replicas_merged_model_and_spread():
