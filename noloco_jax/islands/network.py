@@ -44,7 +44,7 @@ class Correction(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What `Link.take_all` returns: everything delivered, and the protocol's state to save with it."""
+    """Result of `Link.take_all`: everything delivered, and the state of the protocol to save with it."""
 
     items: list[Correction | CaughtUp]
     saved: dict[str, Any]
@@ -67,7 +67,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What an island brings to the network.
+    """Fixed facts of an island that the network needs.
 
     Attributes:
       name: its name in the roster.

@@ -1,4 +1,4 @@
-"""What an island knows of its peers, and the checks of what they tell."""
+"""Knowledge of an island about its peers, and checks of what they tell."""
 
 import hashlib
 import json
