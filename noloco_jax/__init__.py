@@ -36,12 +36,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from the module in which it is defined, which is imported at its first use."""
+    """Return a public name from the module that defines it, which is imported at its first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """The public names beside those that are here already."""
-    return sorted({*globals(), *__all__})
+    """Return the public names and those that Python gives a module."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -145,6 +145,16 @@ def test_the_list_of_commands_is_complete_and_imports_nothing_heavy(capsys):
     assert (listed.keys(), imported) == ({*TOOLS}, "set()") and all(listed.values())
 
 
+def test_the_list_of_commands_begins_with_training(capsys):
+    main([])
+    first = next(line for line in capsys.readouterr().out.splitlines() if "python -m" in line)
+    assert first.split()[2] == "noloco_jax.train"
+
+
+def test_the_package_shows_its_public_names_alone():
+    assert [name for name in dir(noloco_jax) if not name.startswith("__")] == noloco_jax.__all__
+
+
 @pytest.mark.parametrize(("argument", "said"), [("train", r"python -m noloco_jax\.train"), ("--no_such", "unknown")])
 def test_the_list_of_commands_takes_no_other_arguments(argument, said):
     with pytest.raises(UserError, match=said):
