@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import re
@@ -97,3 +98,15 @@ def write_picture(path: str | os.PathLike[str], figure: "Figure") -> Path:
     content = io.BytesIO()
     FigureCanvasAgg(figure).print_png(content)  # `savefig` draws twice, for its options
     return write_whole(path, content.getvalue())
+
+
+@contextlib.contextmanager
+def one_command_in(folder: Path, lock_file: str, in_use: str) -> Iterator[None]:
+    """Hold a folder, made when missing, for one command; raise `UserError` with `in_use` while another one holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / lock_file).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{in_use}: wait for its end, or stop it") from None
+        yield

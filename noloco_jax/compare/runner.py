@@ -1,7 +1,5 @@
 """Train the runs of a comparison, some at a time in processes of their own, and write their results."""
 
-import contextlib
-import fcntl
 import json
 import os
 import shlex
@@ -10,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from noloco_jax.compare.results import last_perplexities, make_rows
 from noloco_jax.config import to_dict
 from noloco_jax.cores import keep_on, usable_cores
 from noloco_jax.errors import INTERRUPTED, UserError
-from noloco_jax.files import write_whole
+from noloco_jax.files import one_command_in, write_whole
 from noloco_jax.formatting import format_clock, format_perplexity
 from noloco_jax.metrics.writer import METRICS_FILE
 
@@ -84,7 +82,7 @@ class Comparison:
 
         SIGTERM and Ctrl-C stop the runs in training with everything saved.
         """
-        with _locked(self._workdir):
+        with one_command_in(self._workdir, LOCK_FILE, f"{self._workdir} is in use by another comparison"):
             former = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
             try:
                 self._train_all()
@@ -203,18 +201,6 @@ class Comparison:
         page = report.markdown(plan, rows, self._command, "comparison.png" if rows else None, missing)
         write_whole(self._workdir / "comparison.md", page)
         write_whole(self._workdir / "comparison.csv", report.table_csv(plan, rows))
-
-
-@contextlib.contextmanager
-def _locked(workdir: Path) -> Iterator[None]:
-    """Hold the lock of a comparison's folder; its file also keeps the runs' logs out of data in a folder above."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / LOCK_FILE).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{workdir} is in use by another comparison: wait for its end, or stop it") from None
-        yield
 
 
 def share_of_cores(cores: Sequence[int], jobs: int, slot: int) -> frozenset[int]:

@@ -15,11 +15,10 @@ appears under its name when all its shards are written.
 
 import argparse
 import contextlib
-import fcntl
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 from noloco_jax.config import TrainConfig, parse_args
 from noloco_jax.cores import usable_cores
 from noloco_jax.errors import UserError
-from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, write_whole
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, one_command_in, write_whole
 from noloco_jax.formatting import format_clock, format_count, format_tokens_per_second
 
 SETTINGS_FILE = "tokenize.json"
@@ -94,7 +93,8 @@ def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -
         **{f"{split} documents": dict(source.fingerprint) for split, source in splits.items()},
     }
     loader = Workers(splits, encode, workers, 1) if workers else Loader(splits, encode)
-    with _locked(out), contextlib.closing(loader):
+    in_use = f"--out={out} is in use by another tokenize"
+    with one_command_in(out, _LOCK_FILE, in_use), contextlib.closing(loader):
         _check_settings(out, settings)
         for split, source in splits.items():
             started = time.monotonic()
@@ -127,14 +127,3 @@ def _check_settings(out: Path, settings: Mapping[str, Any]) -> None:
                 f"--out={out} was begun with {name} {there.get(name)!r}, and now it is {settings.get(name)!r}: "
                 "give what it was begun with, or another --out"
             )
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / _LOCK_FILE).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out={out} is in use by another tokenize: wait for its end, or stop it") from None
-        yield
