@@ -9,6 +9,7 @@ that a run can be at, and near the median when it has come.
 """
 
 import asyncio
+import contextlib
 import random
 import statistics
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
@@ -113,11 +114,20 @@ async def receive(network: Network, donor: str, request: pb.WeightsRequest, size
                 raise Unfit(f"weights of other than {size} bytes")
             pieces.append(piece)
         position = await next_frame("position")
+        await _to_the_end(frames)
     finally:
         await frames.aclose()
     if not -1 <= position.round < MAX_ROUND or position.step >= MAX_ROUND:
         raise Unfit("weights of an impossible round")
     return b"".join(pieces), position
+
+
+async def _to_the_end(frames: AsyncIterator[pb.WeightsFrame]) -> None:
+    """Await the end of a donor's call after its last frame; a call cancelled before counts as failed over there."""
+    with contextlib.suppress(Broken, TimeoutError, StopAsyncIteration):
+        async with asyncio.timeout(SILENT_DONOR_SECONDS):
+            await anext(frames)
+        raise Unfit("a frame after the last one")
 
 
 async def ask(node: Node, names: Iterable[str], seconds: float = GREET_SECONDS, **fields: Any) -> dict[str, pb.Status]:

@@ -81,7 +81,7 @@ class FinalMerge:
         return state._replace(params=structure.unflatten(from_first_process(mean, specs)))
 
     def _all_have_merged(self) -> bool:
-        """Return whether all islands that are merged have fetched these weights or left."""
+        """Return whether all islands that are merged have fetched these weights."""
         link = self._steps.link
         return link is None or link.has_served(self._peers)
 

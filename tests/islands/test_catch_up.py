@@ -137,7 +137,27 @@ def test_a_position_whose_step_and_round_do_not_belong_together_is_refused(step)
     assert not a.inbox
 
 
-@pytest.mark.parametrize("fault", ["not finite", "too long", "too short", "another size", "silent", "piece first"])
+def test_a_donor_s_call_ends_by_itself():
+    """A call that the receiver cancels at the last frame is no fetch to the donor, which then lingers for one."""
+    ended = []
+
+    async def frames():
+        yield pb.WeightsFrame(offer=pb.Offer(num_bytes=4))
+        yield pb.WeightsFrame(piece=pb.Piece(data=b"1234"))
+        yield pb.WeightsFrame(position=pb.Position(round=3))
+        ended.append(True)
+
+    class Network:
+        def weights(self, peer, request):
+            return frames()
+
+    data, position = run_virtual(receive(Network(), "b", pb.WeightsRequest(), 4))  # type: ignore[arg-type]
+    assert (data, position.round, ended) == (b"1234", 3, [True])
+
+
+@pytest.mark.parametrize(
+    "fault", ["not finite", "too long", "too short", "another size", "silent", "piece first", "more"]
+)
 def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
     async def frames():
         if fault == "silent":
@@ -145,8 +165,10 @@ def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
         if fault != "piece first":
             yield pb.WeightsFrame(offer=pb.Offer(num_bytes=16 if fault != "another size" else 1 << 40))
         size = {"too long": 24, "too short": 8}.get(fault, 16)
-        yield pb.WeightsFrame(piece=pb.Piece(data=np.full(size // 8, np.nan).tobytes()))
+        yield pb.WeightsFrame(piece=pb.Piece(data=np.full(size // 8, 1.0 if fault == "more" else np.nan).tobytes()))
         yield pb.WeightsFrame(position=pb.Position())
+        if fault == "more":
+            yield pb.WeightsFrame(position=pb.Position())
 
     class Network:
         def weights(self, peer, request):
