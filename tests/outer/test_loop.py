@@ -16,7 +16,6 @@ import noloco_jax as nj
 from noloco_jax.outer.rule import Momentum, OuterState
 from support.layouts import assert_trees_close, axis_of, compiled, mesh_of, over_replicas, random_tree, unconditional
 from support.paths import ROOT
-from support.readmes import python_examples
 
 N = 4
 
@@ -276,17 +275,6 @@ def test_replicas_of_a_plain_optax_loop_learn_and_agree():
         losses.append(np.mean(loss))
     assert losses[-1] < losses[0] / 100
     assert np.std(params["w"], axis=0).max() < 0.05
-
-
-def test_the_readmes_examples_train_every_replica(monkeypatch):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(jax.device_count()))  # the example asks for four where nothing is set
-    found = python_examples("nj.noloco(")
-    examples = [(page, example) for page, example in found if "nj.Island(" not in example]  # islands: `examples/`
-    assert len(examples) == 2
-    for page, example in examples:
-        names: dict = {}
-        exec(compile(example, page, "exec"), names)
-        np.testing.assert_allclose(names["params"]["w"], 1, atol=0.2)  # the targets are sums
 
 
 def test_importing_the_package_imports_nothing_beyond_jax_and_optax():

@@ -1,14 +1,20 @@
-"""The example learns, and its replicas agree closer after an outer step than before it."""
+"""The package's example and the recipes of the pages."""
 
 import functools
+import math
 import re
 import runpy
 import sys
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from noloco_jax.examples import mlp
+from support.at_once import side_by_side
+from support.readmes import python_examples
+from support.rosters import on_loopback, written
 
 STEPS, LEAST = 160, 0.9
 
@@ -68,3 +74,47 @@ def test_the_example_runs_as_a_command_and_prints_its_results(monkeypatch, capsy
     assert re.search(r"accuracy of each replica:( \d\.\d{3}){4}\n", output)
     assert re.search(r"accuracy of the merged model: \d\.\d{3}\n", output)
     assert re.search(r"spread of the replicas before the last outer step \S+, after it \S+\n", output)
+
+
+def recipe(containing: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
+    """Run the one Python block of the pages with this text, after a change of its code; return its names."""
+    ((page, code),) = python_examples(containing)
+    names: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(code.replace(*change) if all(change) else code, page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("containing", ["def on_replicas", "AxisType.Auto,), devices", "jax.lax.scan(step, carry"])
+def test_replicas_of_a_recipe_learn_the_targets_and_stay_close(containing, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(jax.device_count()))  # the recipes set it where nothing is set
+    names = recipe(containing)
+    found = np.asarray(names["weights"] if "weights" in names else names["params"]["w"])
+    np.testing.assert_allclose(found, 1, atol=0.2)  # the targets are sums
+    assert 0 < found.std(axis=0).max() < 0.05
+
+
+def test_the_llamas_of_the_nnx_recipe_learn_their_sequences():
+    losses = recipe("nnx.Optimizer(model, tx")["losses"]
+    assert abs(losses[0].mean() - math.log(256)) < 0.1  # the loss of untrained models
+    assert max(losses[-1]) < losses[0].mean() / 2
+
+
+def test_the_dataclass_of_a_recipe_learns_and_its_merged_model_is_as_good():
+    names = recipe("register_dataclass")
+    x = np.random.default_rng(0).normal(size=(200, 8)).astype(np.float32)
+    assert np.mean((names["merged"](x) - x.sum(axis=-1)) ** 2) < 1  # the targets' variance is 8
+
+
+def test_an_explicit_mesh_refuses_the_recipe_as_the_page_says():
+    with pytest.raises(ValueError, match="Explicit"):
+        recipe("AxisType.Auto,), devices", ("(AxisType.Auto,)", "(AxisType.Explicit,)"))
+
+
+def test_two_islands_of_the_pages_loop_end_with_one_model(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names = ("paris", "berlin")
+    written(on_loopback(*names), tmp_path / "roster.toml")
+    train, merged = recipe("# island.py")["train"], {}
+    side_by_side(*(lambda name=name: merged.update({name: train(name)}) for name in names))
+    np.testing.assert_array_equal(merged["paris"]["w"], merged["berlin"]["w"])
+    np.testing.assert_allclose(merged["paris"]["w"], 1, atol=0.05)
