@@ -15,8 +15,8 @@ Without a login, add `--config.data.tokenizer=EleutherAI/gpt-neox-20b --config.m
 `:noloco,replicas=4,stages=2` shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or,
 with one copy sharded over 8 devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
 
-All 8 replicas on one GPU of 80 GB: add `--config.num_microbatches=8 --config.outer.offload=True` (46 GiB in an inner
-step, by XLA's account of the compiled program; another 18 GiB without `offload`). One a GPU: 30 GiB.
+All 8 replicas on one GPU of 80 GB: add `--config.num_microbatches=8` (65 GiB of the 68 that a run may use; 50 GiB with
+`--config.outer.offload=True`, as measured on an H200). One replica a GPU: 30 GiB.
 
 Measured by the paper (Table 2, validation perplexity on C4 after 25,000 steps):
 

@@ -15,8 +15,8 @@ Without a login, add `--config.data.tokenizer=EleutherAI/gpt-neox-20b --config.m
 `:noloco,replicas=16,stages=2` shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or,
 with one copy sharded over 8 devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
 
-On GPUs of 80 GB, one a replica, add `--config.outer.offload=True` (56 GiB in an inner step, by XLA's account of the
-compiled program; another 16 GiB without, which may just fit), or share out a replica with `--config.mesh.fsdp`.
+On GPUs of 80 GB, one replica each, add `--config.outer.offload=True` (56 GiB in an inner step, by XLA's account of the
+compiled program; 71 GiB without it do not fit) or `--config.mesh.fsdp=2`.
 
 Measured by the paper (Table 2, validation perplexity on C4 after 25,000 steps):
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -355,6 +356,21 @@ def test_files_named_in_launchers_exist():
     named = {name for text in texts for name in re.findall(r"\b(?:launch|configs)/[\w.]+\.(?:sh|py|sbatch|yaml)", text)}
     assert named
     assert [name for name in sorted(named) if not Path(ROOT, name).exists()] == []
+
+
+def test_the_image_has_the_manifests_name_and_holds_all_files_that_they_and_the_package_need():
+    text = (LAUNCH / "Dockerfile").read_text()
+    copied = {source for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for source in line.split()}
+    ignored, *kept = (LAUNCH / "Dockerfile.dockerignore").read_text().split()
+    assert (ignored, {line[1:] for line in kept if line[0] == "!"}) == ("*", copied)
+    manifests = "".join((LAUNCH / name).read_text() for name in ("kubernetes.yaml", "islands.yaml"))
+    named = set(re.findall(r"\b((?:launch|configs)/[\w.]+\.(?:sh|py))", manifests))
+    assert named and {name.split("/")[0] for name in named} | {"noloco_jax", "pyproject.toml", "setup.py"} <= copied
+    assert set(re.findall(r"image: (\S+)", manifests)) == set(
+        re.findall(r"docker (?:build|push) .*?(\S+/\S+:\w+)", text)
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"EXTRAS=(\w+)", text)) <= extras.keys()
 
 
 def gpu(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -40,6 +41,7 @@ ADDED = {
     "generate": ["--max_new_tokens=2"],
     "island train": ["--dry_run", *MODEL, *DATA],
 }
+DRY = ["--config.data.path=c4/en", "--config.data.tokenizer=byte", "--workdir=runs/dry"]  # the page's model, small data
 # Tools whose commands take minutes, set the number of devices or need peers, and the tests that run them.
 ELSEWHERE = {
     "communication": "communication/test_command.py",
@@ -63,20 +65,34 @@ address = "127.0.0.1:7071"
 """
 
 
-def documented() -> list[tuple[str, str, list[str]]]:
-    """Return (page, tool, arguments) of every `python -m noloco_jax.TOOL` that stands in a block of a README."""
+class Command(NamedTuple):
+    """Command of a page; `printed` are the lines that the page shows after a dry run."""
+
+    page: str
+    tool: str
+    arguments: list[str]
+    printed: list[str]
+
+
+def documented() -> list[Command]:
+    """Return every `python -m noloco_jax.TOOL` in a block of a README, except those with dots for a value."""
     found = []
     for page in READMES:
         text = re.sub(r"\\\n\s*", " ", page.read_text())
-        for module, rest in re.findall(r"^ {4,}python -m noloco_jax\.(\w+) (.*)", text, re.MULTILINE):
+        for match in re.finditer(r"^ {4,}(?:[A-Z_]+=\S+ )?python -m noloco_jax\.(\w+) (.*)", text, re.MULTILINE):
+            module, rest = match.groups()
+            if "=..." in rest:
+                continue
             arguments = shlex.split(rest, comments=True)
             tool = f"{module} {arguments.pop(0)}" if module == "island" else module
-            found.append((page.relative_to(ROOT).parts[-2:][0], tool, arguments))
+            shown = re.search(r"^ *```\n(.*?)^ *```", text[match.end() :], re.DOTALL | re.MULTILINE)
+            printed = shown[1].split("\n") if shown and "--dry_run" in arguments else []
+            found.append(Command(page.relative_to(ROOT).parts[-2:][0], tool, arguments, [x.strip() for x in printed]))
     return found
 
 
-COMMANDS = [command for command in documented() if command[1] not in ELSEWHERE]
-COMMANDS.sort(key=lambda command: list(ADDED).index(command[1]))  # a run before the tools that read its folder
+COMMANDS = [command for command in documented() if command.tool not in ELSEWHERE]
+COMMANDS.sort(key=lambda command: list(ADDED).index(command.tool))  # a run before the tools that read its folder
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +110,22 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_every_documented_tool_is_run_here_or_by_the_named_test():
-    assert {tool for _, tool, _ in documented()} == ADDED.keys() | ELSEWHERE.keys()
+    assert {command.tool for command in documented()} == ADDED.keys() | ELSEWHERE.keys()
     for test in ELSEWHERE.values():
         assert (ROOT / "tests" / test).exists()
 
 
-@pytest.mark.parametrize("page, tool, arguments", COMMANDS, ids=[f"{page}-{tool}" for page, tool, _ in COMMANDS])
-def test_a_documented_command_runs(folder, page, tool, arguments, monkeypatch, capsys):
+@pytest.mark.filterwarnings("ignore:the run is estimated at")  # of a dry run for larger machines
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}-{command.tool}")
+def test_a_documented_command_runs(folder, command, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    added = ADDED[tool]
-    if "--config.data.kind=parquet" in arguments:  # what `tokenize` has written
+    added = DRY if "--dry_run" in command.arguments else ADDED[command.tool]
+    if "--config.data.kind=parquet" in command.arguments:  # what `tokenize` has written
         added = [flag for flag in added if not flag.startswith("--config.data.path=")]
-    module, *subcommand = tool.split()
+    module, *subcommand = command.tool.split()
     main = importlib.import_module(f"noloco_jax.{module}.command").main
-    status = main([*subcommand, *arguments, *added])
-    assert not status, capsys.readouterr()
+    status = main([*subcommand, *command.arguments, *added])
+    output = capsys.readouterr()
+    assert not status, output
+    for line in command.printed:
+        assert line in output.out
