@@ -66,7 +66,7 @@ address = "127.0.0.1:7071"
 
 
 class Command(NamedTuple):
-    """Command of a page; `printed` are the lines that the page shows after a dry run."""
+    """Command of a page; `printed` are the lines that the page shows below it."""
 
     page: str
     tool: str
@@ -85,9 +85,15 @@ def documented() -> list[Command]:
                 continue
             arguments = shlex.split(rest, comments=True)
             tool = f"{module} {arguments.pop(0)}" if module == "island" else module
-            shown = re.search(r"^ *```\n(.*?)^ *```", text[match.end() :], re.DOTALL | re.MULTILINE)
-            printed = shown[1].split("\n") if shown and "--dry_run" in arguments else []
-            found.append(Command(page.relative_to(ROOT).parts[-2:][0], tool, arguments, [x.strip() for x in printed]))
+            after = re.split(r"^(?: {4}|#)", text[match.end() :], maxsplit=1, flags=re.MULTILINE)[
+                0
+            ]  # up to the next block
+            printed = [
+                line
+                for block in re.findall(r"^```\n(.*?)^```", after, re.DOTALL | re.MULTILINE)
+                for line in block.splitlines()
+            ]
+            found.append(Command(page.relative_to(ROOT).parts[-2:][0], tool, arguments, printed))
     return found
 
 
