@@ -79,7 +79,7 @@ class Saved:
             run, data = self._read("run"), self._read("data")
             self.config = unchecked(run["config"])
             self.version_changes = record.version_changes(run)
-            self.totals = Totals.from_json(run["totals"])
+            self.totals = Totals(**run["totals"])
             self.sync_state: Mapping[str, Any] | None = run.get("sync_state")
             self.shape = SavedShape(*(run[name] for name in SavedShape._fields))
             self.from_step: int | None = run["from_step"]

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -242,7 +243,7 @@ class Checkpointer:
             str(replica): position for part in self._processes.gather(data) for replica, position in part.items()
         }
         run = record.make_record(self._config, positions["0"]["source"], self._from_step)
-        run |= {"totals": (totals or Totals()).to_json(), **SavedShape.of(self._config.model, state)._asdict()}
+        run |= {"totals": asdict(totals or Totals()), **SavedShape.of(self._config.model, state)._asdict()}
         if sync_state:
             run["sync_state"] = dict(sync_state)
         with self._saving():

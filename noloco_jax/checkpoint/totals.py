@@ -2,11 +2,8 @@
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
-
-_COUNTERS = ("unlogged_outer_steps", "evaluated_step")
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,6 @@ class Totals:
         devices compute a step meanwhile.
       seconds_in_outer_steps: seconds of these spent in outer steps.
       unlogged_outer_steps: the last outer steps taken, which no metrics line has yet.
-      evaluated_step: the step that was evaluated last; 0: none.
     """
 
     tokens: int = 0
@@ -30,31 +26,11 @@ class Totals:
     seconds_waiting_for_data: float = 0.0
     seconds_in_outer_steps: float = 0.0
     unlogged_outer_steps: int = 0
-    evaluated_step: int = 0
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Totals":
-        """Read totals from a checkpoint."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
-
-    def to_json(self) -> dict[str, int | float]:
-        return asdict(self)
 
     @property
     def figures(self) -> dict[str, int | float]:
-        """Return what metrics lines show: all but the counters that only a resume needs."""
-        return {name: value for name, value in self.to_json().items() if name not in _COUNTERS}
-
-    @classmethod
-    def of_all(cls, parts: Sequence["Totals"]) -> "Totals":
-        """Combine the totals of replicas that have trained side by side as separate runs."""
-        longest = {name: max(getattr(part, name) for part in parts) for name in parts[0].to_json()}
-        sent = sum(part.bytes_sent_total for part in parts) / len(parts)
-        return cls(**longest | {"tokens": sum(part.tokens for part in parts), "bytes_sent_total": sent})
-
-    def of_each(self, num_replicas: int) -> "Totals":
-        """Return the totals of each replica alone; all have trained on the same number of tokens."""
-        return replace(self, tokens=self.tokens // num_replicas)
+        """Return what metrics lines show: all but the counter that only a resume needs."""
+        return {name: value for name, value in asdict(self).items() if name != "unlogged_outer_steps"}
 
     def plus(self, **values: int | float) -> "Totals":
         """Return the totals with the given values added."""

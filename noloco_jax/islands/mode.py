@@ -46,7 +46,7 @@ class IslandMode:
     """
 
     unused: Collection[str] = (  # of them `SoloPrograms` has its own, or an island has no other replica to compare with
-        *("outer_step", "moved", "correct_step", "merge", "spread"),
+        *("outer_step", "correct_step", "merge", "spread"),
     )
 
     def __init__(self, member: Membership):

@@ -10,7 +10,6 @@ from noloco_jax.formatting import format_bytes
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.node import Met
 from noloco_jax.islands.steps import IslandSteps
-from noloco_jax.outer.pairing import Round
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.train.sync import News, OuterSteps
@@ -70,7 +69,7 @@ class IslandSync:
         jax.block_until_ready(state.params)
         started = time.perf_counter()
         state = self._steps.outer_step(state, step, count)
-        return state, OuterSteps(first, count, time.perf_counter() - started, None)
+        return state, OuterSteps(first, count, time.perf_counter() - started)
 
     def finish(self, state: TrainState, step: int) -> TrainState:
         state = self._steps.settle(state, _LAST_SECONDS)
@@ -87,9 +86,6 @@ class IslandSync:
     @property
     def end_reason(self) -> str | None:
         return f"{self._name} was removed from the run" if self._steps.is_removed else None
-
-    def groups(self, number: int) -> Round | None:
-        return None
 
     def bytes_sent(self) -> int | float:
         self._take_met()

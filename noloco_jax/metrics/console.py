@@ -1,4 +1,4 @@
-"""Console of a run: a banner, a progress bar on a terminal or plain lines elsewhere, and the results table."""
+"""Console of a run: a banner, then a progress bar on a terminal or plain lines elsewhere."""
 
 import contextlib
 import io
@@ -11,7 +11,6 @@ from typing import IO, Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
-from rich.table import Table
 
 from noloco_jax.errors import tell
 from noloco_jax.formatting import (
@@ -23,8 +22,6 @@ from noloco_jax.formatting import (
     or_infinity,
 )
 from noloco_jax.patience import SILENT_SECONDS
-
-_MANY = 16  # the most replicas or groups that are shown one by one
 
 
 def make_console() -> Console:
@@ -83,69 +80,17 @@ def banner(rows: Sequence[tuple[str, object]], console: Console | None = None) -
     console.print()
 
 
-def results_table(values: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print an evaluation: the perplexity of each replica, their mean, the merged model's, and the replica spread.
-
-    Args:
-      values: as `evaluate` returns them and metrics.jsonl has them, each source of a mixture in a column of its own;
-        for an island, which has one replica, as `evaluate_alone` does, with `island`, its name.
-      console: where to print.
-    """
-    table = Table("model", title="validation", title_justify="left", title_style="bold")
-    for name in ("perplexity", *values.get("perplexity_by_source", ())):
-        table.add_column(name, justify="right")
-    if "island" in values:
-        table.add_row(f"island {values['island']}", *_perplexities(values, "perplexity"))
-    else:
-        _add_replicas(table, values)
-    (console or make_console()).print(table)
-
-
 def by_source(values: Mapping[str, Any]) -> str:
     """Format the perplexity on each source of a mixture, to follow other figures in a line; empty for other data."""
     sources = values.get("perplexity_by_source", {})
     return "".join(f", on {name} {format_perplexity(perplexity)}" for name, perplexity in sources.items())
 
 
-def _perplexities(values: Mapping[str, Any], name: str) -> list[str]:
-    """Format a perplexity and those of the sources of a mixture."""
-    return [*map(format_perplexity, (values[name], *values.get(f"{name}_by_source", {}).values()))]
-
-
-def _add_replicas(table: Table, values: Mapping[str, Any]) -> None:
-    replicas = values["perplexity_replicas"]
-    if len(replicas) <= _MANY:
-        for index, perplexity in enumerate(replicas):
-            table.add_row(f"replica {index}", format_perplexity(perplexity))
-    else:
-        table.add_row(f"best of {len(replicas)} replicas", format_perplexity(min(replicas, key=or_infinity)))
-        table.add_row(f"worst of {len(replicas)} replicas", format_perplexity(max(replicas, key=or_infinity)))
-    table.add_section()
-    table.add_row("mean of the replicas", *_perplexities(values, "perplexity"))
-    table.add_row("merged model", *_perplexities(values, "perplexity_merged"), style="bold")
-    table.add_section()
-    table.add_row("replica spread", format_spread(values["replica_spread"]))
-
-
-def _groups(groups: Sequence[Sequence[int]]) -> str:
-    """Format groups as 0-2 1-3; a single replica in parentheses."""
-    texts = []
-    for group in groups:
-        if len(group) == 1:
-            texts.append(f"({group[0]})")
-        elif len(group) <= _MANY:
-            texts.append("-".join(str(replica) for replica in group))
-        else:
-            texts.append(f"{len(group)} replicas")
-    more = f" and {len(texts) - _MANY} more groups" if len(texts) > _MANY else ""
-    return " ".join(texts[:_MANY]) + more
-
-
 class Progress:
     """Progress of a run: one live line with a bar on a terminal, else a line every `log_every` steps.
 
-    Outer steps, evaluations and notes are lines of their own, above the bar. Close it, or use it as a context manager,
-    to restore the terminal.
+    Evaluations and notes are lines of their own, above the bar. Close it, or use it as a context manager, to restore
+    the terminal.
 
     Args:
       num_steps: the inner steps of the whole run.
@@ -184,11 +129,25 @@ class Progress:
             )
             self._bar.start()
 
-    def update(self, step: int, loss: float, lr: float, tokens_per_second: float) -> None:
-        """Report a finished training step: its loss, its learning rate and the current throughput."""
+    def update(
+        self,
+        step: int,
+        loss: float,
+        lr: float,
+        tokens_per_second: float,
+        num_outer_steps: int = 0,
+        outer_seconds: float = 0.0,
+    ) -> None:
+        """Report a finished training step: its loss, its learning rate and the current throughput.
+
+        With it go the number of outer steps since they were last reported, and their seconds, 0 if unknown.
+        """
         if self._first is None:
             self._first = (step, self._clock())
         figures = f"loss {loss:.4f}  lr {lr:.2e}  {format_tokens_per_second(tokens_per_second)}  ETA {self._eta(step)}"
+        if num_outer_steps:
+            figures += f"  {num_outer_steps} outer step{'s' * (num_outer_steps > 1)}"
+            figures += f" in {format_seconds(outer_seconds)}" if outer_seconds else ""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, where=self._where(step), figures=figures)
         elif step // self._log_every > self._last_step // self._log_every or step == self._num_steps or self._is_late():
@@ -200,27 +159,24 @@ class Progress:
         """Return True if the first line has been waited for so long that any step shall be one."""
         return self._silent_since is not None and self._clock() - self._silent_since >= SILENT_SECONDS
 
-    def outer(self, step: int, count: int, last: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
-        """Report `count` outer steps: the number (from 0) and groups of the last one, and the seconds of all."""
-        taken = format_seconds(seconds)
-        if count == 1:
-            self.note(f"{self._where(step)}  outer step {last + 1}: {_groups(groups)}, {taken}")
-            return
-        what = f"outer steps {last + 2 - count} to {last + 1}, the last: {_groups(groups)}"
-        self.note(f"{self._where(step)}  {what}, {taken} in all")
-
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        """Report an evaluation; `values` as for `results_table`."""
+        """Report an evaluation: the perplexity, and of replicas that differ their range, merged model and spread.
+
+        Args:
+          step: its inner step.
+          values: as `evaluate` returns them and metrics.jsonl has them; for an island, which has one replica, as
+            `evaluate_alone` does, with `island`, its name.
+        """
         text = f"{self._where(step)}  perplexity {format_perplexity(values['perplexity'])}"
         if "island" in values:
-            self.note(f"{text} of island {values['island']}{by_source(values)}")
-            return
-        replicas = sorted(values["perplexity_replicas"], key=or_infinity)
-        self.note(
-            f"{text} (replicas {format_perplexity(replicas[0])} to {format_perplexity(replicas[-1])}), "
-            f"merged {format_perplexity(values['perplexity_merged'])}, spread {format_spread(values['replica_spread'])}"
-            f"{by_source(values)}"
-        )
+            text += f" of island {values['island']}"
+        elif values["replica_spread"] != 0:
+            replicas = sorted(values["perplexity_replicas"], key=or_infinity)
+            text += f" (replicas {format_perplexity(replicas[0])} to {format_perplexity(replicas[-1])}), merged "
+            text += (
+                f"{format_perplexity(values['perplexity_merged'])}, spread {format_spread(values['replica_spread'])}"
+            )
+        self.note(text + by_source(values))
 
     def note(self, text: str) -> None:
         """Print a line, above the bar if there is one."""

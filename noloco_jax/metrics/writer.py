@@ -18,7 +18,6 @@ from noloco_jax.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-_NAMED = 5  # the most line numbers that a warning lists
 
 
 def _plain(value: Any) -> Any:
@@ -58,7 +57,6 @@ class MetricWriter:
       run_config: the configuration that W&B shows for the run.
       writes: False on all processes of a run but the first: nothing is written or observed.
       observe: (step, kind, plain values) of every line that is written.
-      evaluates_again: the evaluation of `resume_step` will be written again, too.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class MetricWriter:
         workdir: str | os.PathLike[str],
         *,
         resume_step: int | None,
-        evaluates_again: bool = False,
         tensorboard: bool = True,
         wandb_project: str | None = None,
         wandb_labels: Mapping[str, str] = MappingProxyType({}),
@@ -86,7 +83,7 @@ class MetricWriter:
             if resume_step is None:
                 path.replace(path.with_name(path.name + ".old"))
             else:
-                _drop_after(path, resume_step, evaluates_again)
+                _drop_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
         try:
             if tensorboard:
@@ -178,81 +175,32 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _drop_after(path: Path, step: int, evaluates_again: bool) -> None:
-    """Rewrite a metrics file atomically without the lines of later steps, and perhaps the evaluation of this one."""
-    kept = [
-        line
-        for line, entry in _entries(path, path.read_bytes())
-        if entry["step"] <= step and not (evaluates_again and (entry["step"], entry["kind"]) == (step, "eval"))
-    ]
-    write_whole(path, b"".join(kept))
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite a metrics file atomically without the lines of later steps."""
+    write_whole(path, b"".join(line for line, entry in _entries(path) if entry["step"] <= step))
 
 
-def _entries(path: Path, content: bytes, before: int = 0) -> list[tuple[bytes, dict[str, Any]]]:
-    """Parse the lines of a metrics file; return (line, entry) pairs, and warn about damaged lines, which are omitted.
+def _entries(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return (line, entry) pairs of a metrics file, and warn about damaged lines, which are left out.
 
-    An incomplete last line is omitted silently: the run is writing it, or was killed while it did.
-
-    Args:
-      path: path of the file.
-      content: bytes of the file, from the beginning of a line on.
-      before: number of lines before `content`.
+    An incomplete last line is left out silently: the run is writing it, or was killed while it did.
     """
-    entries, damaged = [], []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=before + 1):
+    entries, damaged = [], 0
+    for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             entry = json.loads(line)
-        except ValueError:  # not JSON, or not UTF-8
-            entry = None
-        if isinstance(entry, dict) and type(entry.get("step")) is int and isinstance(entry.get("kind"), str):
-            entries.append((line + b"\n", entry))
-        else:
-            damaged.append(number)
+            entries.append((line + b"\n", {"step": int(entry["step"]), "kind": str(entry["kind"]), **entry}))
+        except (ValueError, TypeError, KeyError):  # not JSON, not UTF-8, or no entry
+            damaged += 1
     if damaged:
-        named = ", ".join(map(str, damaged[:_NAMED])) + (", ..." if len(damaged) > _NAMED else "")
-        warnings.warn(
-            f"{path}: {len(damaged)} damaged line{'s' * (len(damaged) > 1)} left out (line {named})", stacklevel=2
-        )
+        warnings.warn(f"{path}: {damaged} damaged line{'s' * (damaged > 1)} left out", stacklevel=2)
     return entries
-
-
-class NewLines:
-    """Reader of the lines that a run has written since the last read.
-
-    It starts over when the file is replaced: a run that resumes writes a new one, without the steps that it repeats.
-
-    Args:
-      workdir: folder of the run, which need not have begun.
-    """
-
-    def __init__(self, workdir: str | os.PathLike[str]):
-        self._path = Path(workdir) / METRICS_FILE
-        self._file: tuple[int, int] | None = None  # device and inode of the file
-        self._read = self._lines = 0  # bytes and lines read
-
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the new complete lines, and True if they start a new file that replaces all earlier lines."""
-        try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                is_new = self._file != (status.st_dev, status.st_ino) or status.st_size < self._read
-                if is_new:
-                    self._file, self._read, self._lines = (status.st_dev, status.st_ino), 0, 0
-                file.seek(self._read)
-                added = file.read()
-        except FileNotFoundError:
-            return [], False
-        whole = added[: added.rfind(b"\n") + 1]
-        entries = _entries(self._path, whole, before=self._lines)
-        self._read += len(whole)
-        self._lines += whole.count(b"\n")
-        return [entry for _, entry in entries], is_new
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the metrics of a run: a dict {"step", "kind", ...} a line, in the order of writing."""
     path = Path(workdir) / METRICS_FILE
     try:
-        return [entry for _, entry in _entries(path, path.read_bytes())]
+        return [entry for _, entry in _entries(path)]
     except FileNotFoundError:
         raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None

@@ -152,13 +152,6 @@ class OuterSteps:
         state = state._replace(delayed=state.delayed._replace(correction=correction))
         return self._with_windows(params, state, arrived.windows, number)
 
-    def movement(self, params: PyTree, state: OuterState) -> jax.Array:
-        """Return the root-mean-square movement of the next outer step's fragment, a float32 scalar."""
-        theta, rule = self._taken(params, state, shared(state.num_outer_steps))
-        movement = jax.tree.leaves(self.rule.movement(rule, theta))
-        squares = sum(jnp.sum(jnp.square(x)) for x in movement)
-        return jnp.sqrt(squares / float(sum(x.size for x in movement)))
-
     def update(
         self,
         updates: PyTree,

@@ -23,7 +23,7 @@ from noloco_jax.cores import usable_cores
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs
 
-PROGRAMS = (*("share_batch", "inner_step", "outer_step", "moved", "correct_step", "evaluate", "merge", "spread"),)
+PROGRAMS = (*("share_batch", "inner_step", "outer_step", "correct_step", "evaluate", "merge", "spread"),)
 FIRST_WEIGHTS = "init"  # the program that draws random initial weights
 
 
@@ -72,7 +72,6 @@ def arguments_of(programs: Programs) -> dict[str, tuple[Any, ...]]:
         "share_batch": (programs.parts,),
         "inner_step": (params, inner, programs.batch, jax.ShapeDtypeStruct((), jnp.int32)),
         "outer_step": (params, outer),
-        "moved": (params, outer),
         "correct_step": (params, outer),
         "evaluate": (params, programs.batch),
         "merge": (params,),

@@ -24,11 +24,7 @@ def offloaded(programs: Programs) -> Programs:
     def at_rest(make: Callable[..., TrainState]) -> Callable[..., TrainState]:
         return lambda *arguments: resting.at_rest(make(*arguments))
 
-    resting = dataclasses.replace(
-        programs,
-        resting=programs.state._replace(outer=resting_outer),
-        moved=None,  # only the outer step fetches the state
-    )
+    resting = dataclasses.replace(programs, resting=programs.state._replace(outer=resting_outer))
     return dataclasses.replace(
         resting,
         outer_step=programs.outer_step and from_rest(programs.outer_step, resting),

@@ -72,8 +72,6 @@ class Programs:
       from_params: parameters of one replica (no replica axis) -> TrainState at rest.
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
       outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
-      moved: (params, outer) -> movement of each replica since its last outer step, (N,); None for methods without
-        outer steps, and if the outer state is offloaded.
       correct_step: (params, outer at rest) -> (params, outer at rest) with the oldest pending correction applied; None
         without a delay.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
@@ -94,7 +92,6 @@ class Programs:
     from_params: Callable[..., TrainState]
     inner_step: Callable[..., Any]
     outer_step: Callable[..., Any] | None
-    moved: Callable[..., jax.Array] | None
     correct_step: Callable[..., Any] | None
     evaluate: Callable[..., Any]
     merge: Callable[..., PyTree]
@@ -144,7 +141,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         donate=(0, 1),
     )
 
-    outer_step = moved = correct_step = None
+    outer_step = correct_step = None
     if outer is not None:
         axes = outer_axes(outer)
 
@@ -160,12 +157,6 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         outer_step = outer_program(outer.step)
         if outer.steps.schedule.delay:
             correct_step = outer_program(outer.apply)
-        moved = compiled(
-            partial(_moved, outer),
-            in_specs=(specs.params, specs.outer),
-            out_specs=per_replica,
-            out_shardings=replica_sharding,
-        )
     evaluate = compiled(
         losses.evaluate,
         in_specs=(specs.params, sharding.BATCH_SPEC),
@@ -192,7 +183,6 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         from_params=jax.jit(from_params, out_shardings=on_mesh, compiler_options=RUN_ONCE),
         inner_step=inner_step,
         outer_step=outer_step,
-        moved=moved,
         correct_step=correct_step,
         evaluate=evaluate,
         merge=compiled(_merge, in_specs=(specs.params,), out_specs=specs.params, out_shardings=on_mesh.params),
@@ -284,12 +274,6 @@ def _inner_step(
 
     params, inner_state, norm = jax.vmap(update, axis_name=SLOT)(params, inner_state, gradients)
     return params, inner_state, StepMetrics(loss, norm)
-
-
-def _moved(outer: OuterOptimizer, params: PyTree, state: OuterState) -> jax.Array:
-    moved = jax.vmap(outer.steps.movement, in_axes=(0, outer_axes(outer)), axis_name=SLOT)(params, state)
-    # The mean over stages is nearly the mean over weights, since the stages have nearly as many weights each.
-    return jnp.sqrt(jax.lax.pmean(jnp.square(moved), "stage")) if jax.lax.axis_size("stage") > 1 else moved
 
 
 def _merge(params: PyTree) -> PyTree:

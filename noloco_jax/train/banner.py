@@ -1,19 +1,14 @@
-"""Console output of a run: the banner before it; the results table, curves and a text sample after it."""
+"""Banner of a run: a row for each subject."""
 
 import importlib.metadata
 import platform
-from pathlib import Path
-from typing import Any
 
 import jax
-from rich.console import Console
 
 from noloco_jax.config import DataConfig, TrainConfig, default_settings, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
 from noloco_jax.methods import method_of
-from noloco_jax.metrics.console import results_table
-from noloco_jax.metrics.curves import plot_curves
-from noloco_jax.metrics.memory import memory_estimate, program_memory
+from noloco_jax.metrics.memory import memory_estimate
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.model.kind import num_active_params, num_params
 from noloco_jax.spmd.programs import Programs
@@ -24,8 +19,7 @@ def banner_rows(config: TrainConfig, programs: Programs, messages: Messages) -> 
     """Return (label, value) rows: versions, devices, mode, parameters, tokens a step, memory, bytes sent."""
     return [
         ("versions", _versions()),
-        ("devices", _devices(programs)),
-        ("mode", _mode(config, programs)),
+        ("devices", f"{_devices(programs)}: {_mode(config, programs)}"),
         ("method", _method(config)),
         ("parameters", _parameters(config)),
         ("batch", _batch(config)),
@@ -58,10 +52,10 @@ def _mode(config: TrainConfig, programs: Programs) -> str:
 
 
 def _method(config: TrainConfig) -> str:
-    """Describe the method, then list the fields with its own defaults, and set fields that have no effect."""
+    """Describe the method, the fields with its own defaults, and set fields that have no effect."""
     lists = {f"at {config.method}'s defaults": default_settings(config), "without effect": unused_settings(config)}
     settings = [f"{what}: {', '.join(fields)}" for what, fields in lists.items() if fields]
-    return "\n".join([method_of(config).describe(config), *settings])
+    return "; ".join([method_of(config).describe(config), *settings])
 
 
 def _parameters(config: TrainConfig) -> str:
@@ -109,22 +103,3 @@ def _peak(config: TrainConfig, programs: Programs) -> list[tuple[str, str]]:
     """Return a row with the peak rate that MFU refers to, if it is known for the devices."""
     peak = peak_of(programs.mesh.devices.flat[0].device_kind, config.model.dtype)
     return [("peak", f"{format_si(peak.flops_per_second, 'FLOP/s')} a device: {peak.source}")] if peak else []
-
-
-def compiled_memory(programs: Programs) -> str:
-    """Format the device memory of the compiled programs, including the state that stays on the device beside them."""
-    totals = {name: memory["total"] + memory["beside"] for name, memory in program_memory(programs).items()}
-    most = max(totals, key=lambda name: totals[name])
-    steps = [f"{name.replace('_', ' ')} {format_memory(totals[name])}" for name in totals if name.endswith("_step")]
-    others = [f"{most} {format_memory(totals[most])}"] if not most.endswith("_step") else []
-    return f"compiled programs need {format_memory(totals[most])} of memory a device: {', '.join([*steps, *others])}"
-
-
-def show_results(console: Console, workdir: Path, values: dict[str, Any], sample: str | None) -> None:
-    """Print the last evaluation and the text sample, and draw the curves."""
-    results_table(values, console)
-    if sample is not None:
-        writer = f"island {values['island']}" if "island" in values else "the merged model"
-        console.print(f"{writer} writes:", style="bold")
-        console.print(sample)
-    console.print(f"curves: {plot_curves(workdir)}")

@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+from rich.console import Console
 
-from noloco_jax import draws
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import (
     ByteTokenizer,
@@ -15,16 +15,17 @@ from noloco_jax.data import (
     makes_same_ids,
 )
 from noloco_jax.errors import UserError
+from noloco_jax.metrics.evaluate import Validation, read_validation
 from noloco_jax.model.huggingface import check_has_format, load_params
 from noloco_jax.model.kind import Params, check_generates, check_kind
-from noloco_jax.spmd.programs import Programs, TrainState
+from noloco_jax.patience import told_if_slow
+from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
 from noloco_jax.storage.addresses import is_remote, list_folder, local_folder
-from noloco_jax.train.mode import Mode
 from noloco_jax.train.sample import sample_prompt
 
 
-def check_inputs(config: TrainConfig) -> tuple[RunData, Tokenizer | None]:
+def check_inputs(config: TrainConfig, console: Console) -> tuple[RunData, Tokenizer | None]:
     """Check model, data and tokenizer before anything expensive; return the run's data and tokenizer.
 
     The tokenizer is None if the data are token ids and no text sample is wanted.
@@ -36,10 +37,15 @@ def check_inputs(config: TrainConfig) -> tuple[RunData, Tokenizer | None]:
         check_has_format(config.model)
         if is_remote(config.init_from):
             list_folder(config.init_from)
-    data = RunData(config.data, seed=config.seed, vocab_size=config.model.vocab_size)
-    data.check(config.num_replicas)
+    with told_if_slow("looking at the data's files and the tokenizer", console.print):
+        data = RunData(config.data, seed=config.seed, vocab_size=config.model.vocab_size)
+        data.check(config.num_replicas)
+        return data, _tokenizer(config, data)
+
+
+def _tokenizer(config: TrainConfig, data: RunData) -> Tokenizer | None:
     if not data.needs_tokenizer and not config.sample_tokens:
-        return data, None
+        return None
     if config.data.tokenizer == ByteTokenizer.name and not data.needs_tokenizer:
         raise UserError(
             f"sample_tokens={config.sample_tokens} needs a tokenizer, and the data are token ids of a tokenizer that "
@@ -49,16 +55,32 @@ def check_inputs(config: TrainConfig) -> tuple[RunData, Tokenizer | None]:
     check_vocabulary(tokenizer, config.model.vocab_size)
     if config.sample_tokens:
         sample_prompt(config, tokenizer)
-    return data, tokenizer
+    return tokenizer
 
 
-def open_streams(
-    config: TrainConfig, data: RunData, tokenizer: Tokenizer | None, programs: Programs, mode: Mode
-) -> ReplicaStreams:
-    """Open the training data of the replicas that this process reads."""
-    first, count = mode.replica_numbers(config)
-    read_here = replicas_read_here(programs.mesh, config.num_replicas)
-    return data.streams(tokenizer, {replica: first + replica for replica in read_here}, count)
+def open_data(
+    config: TrainConfig,
+    data: RunData,
+    tokenizer: Tokenizer | None,
+    programs: Programs,
+    numbers: tuple[int, int],
+    console: Console,
+) -> tuple[Validation, ReplicaStreams]:
+    """Read the validation batches, and open the training data of the replicas that this process reads.
+
+    Args:
+      config: the run of this process.
+      data: its documents.
+      tokenizer: its tokenizer, if it has one.
+      programs: its programs.
+      numbers: as `Mode.replica_numbers` returns them.
+      console: where to print.
+    """
+    first, count = numbers
+    with told_if_slow("reading the validation documents and opening those to train on", console.print):
+        validation = read_validation(data, tokenizer, config.eval_batches)
+        read_here = replicas_read_here(programs.mesh, config.num_replicas)
+        return validation, data.streams(tokenizer, {replica: first + replica for replica in read_here}, count)
 
 
 def given_weights(config: TrainConfig, tokenizer: Tokenizer | None) -> Params | None:
@@ -85,8 +107,3 @@ def given_weights(config: TrainConfig, tokenizer: Tokenizer | None) -> Params | 
                 "replace them, as by the mean of the other rows of an embedding"
             )
     return params
-
-
-def new_state(config: TrainConfig, programs: Programs, given: Params | None) -> TrainState:
-    """Make the state of a new run, from given parameters or from random ones."""
-    return programs.init(draws.key(config.seed)) if given is None else programs.from_params(given)

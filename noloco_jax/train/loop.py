@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,37 +15,26 @@ from noloco_jax.train.parts import Outcome, Run
 from noloco_jax.train.step_log import StepLog
 
 
-def is_evaluated(config: TrainConfig, step: int) -> bool:
-    """Return True if the run is evaluated after inner step `step`."""
-    every = config.eval_every
-    return step == config.num_steps or (0 < step < config.num_steps and every > 0 and step % every == 0)
+def train_steps(run: Run, state: TrainState, start: int) -> Outcome:
+    """Train from step `start` + 1 to the last, or until the run is told to stop, and save.
 
-
-def train_steps(run: Run, state: TrainState, start: int, *, evaluate_first: bool = False) -> Outcome:
-    """Train from step `start` + 1 to the last, or until the run is told to stop.
-
-    A run that is told to stop only saves, since its time may be short; its next start makes up for a skipped evaluation
-    (`evaluate_first`). Otherwise the evaluation precedes the save, so that a run that is killed in between repeats
-    both.
+    The evaluation of a step precedes its save, so that a run that is killed in between repeats both.
 
     Args:
       run: the parts of the run.
       state: state after step `start`.
       start: inner steps taken so far.
-      evaluate_first: evaluate `state` before the first step.
     """
     log = StepLog(run, state)
     try:
-        return _train_steps(run, state, start, log, evaluate_first)
+        return _train_steps(run, state, start, log)
     except UserError:
         log.write_previous()
         raise
 
 
-def _train_steps(run: Run, state: TrainState, start: int, log: StepLog, evaluate_first: bool) -> Outcome:
+def _train_steps(run: Run, state: TrainState, step: int, log: StepLog) -> Outcome:
     config, sync = run.config, run.sync
-    evaluation = _evaluate(run, state, start, log) if evaluate_first else {}
-    step = start
     while step < config.num_steps:
         state, step, stride = sync.before_step(state, step, partial(_steps_at_once, config))
         _report_news(run, step, log)
@@ -56,7 +44,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: StepLog, evaluate
         log.write_previous()
         state, outer_steps = sync.after_step(state, step, stride)
         is_last, is_due = step == config.num_steps, run.stop.is_due()
-        is_stopping = is_due or (sync.end_reason is not None and not is_last)
+        is_stopping = not is_last and (is_due or sync.end_reason is not None)
         bytes_merging = 0
         if is_last:
             state = sync.finish(state, step)
@@ -64,15 +52,15 @@ def _train_steps(run: Run, state: TrainState, start: int, log: StepLog, evaluate
         log.remember(step, stride, metrics, waited, outer_steps, bytes_merging, sync.bytes_sent())
         _report_news(run, step, log)
 
-        is_evaluating = is_evaluated(config, step) and not is_stopping
+        is_evaluating = is_last or (config.eval_every > 0 and step % config.eval_every == 0)
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
         if is_evaluating or is_saving:
             log.write_previous()
         if is_evaluating:
             run.stop.current = f"the evaluation of step {step} and the next step"
-            evaluation = _evaluate(run, state, step, log)
+            _evaluate(run, state, step, log)
         if is_last or is_stopping:
-            sync.leave(is_last and not is_stopping)
+            sync.leave(is_last)
         if is_saving:
             state, sync_state = sync.settle(state)
             if sync_state is not None:
@@ -81,8 +69,8 @@ def _train_steps(run: Run, state: TrainState, start: int, log: StepLog, evaluate
         if is_evaluating or is_saving:
             log.restart_clock()
         if is_stopping:
-            return Outcome(state, step, evaluation, finished=False)
-    return Outcome(state, step, evaluation, finished=True)
+            return Outcome(state, step, finished=False)
+    return Outcome(state, step, finished=True)
 
 
 def _check_finite(state: TrainState, step: int) -> None:
@@ -105,12 +93,11 @@ def _steps_at_once(config: TrainConfig, step: int) -> int:
 
 def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, StepMetrics, float]:
     """Dispatch a step; also return the seconds spent waiting for its batch."""
-    params, inner, outer = state
     started = time.perf_counter()
     batch = next(run.batches)
     waited = time.perf_counter() - started
-    params, inner, metrics = run.programs.inner_step(params, inner, batch, np.int32(step))
-    return TrainState(params, inner, outer), metrics, waited
+    params, inner, metrics = run.programs.inner_step(state.params, state.inner, batch, np.int32(step))
+    return TrainState(params, inner, state.outer), metrics, waited
 
 
 def _report_news(run: Run, step: int, log: StepLog) -> None:
@@ -121,11 +108,9 @@ def _report_news(run: Run, step: int, log: StepLog) -> None:
             run.metrics.write(step, news.kind, **news.figures)
 
 
-def _evaluate(run: Run, state: TrainState, step: int, log: StepLog) -> dict[str, Any]:
+def _evaluate(run: Run, state: TrainState, step: int, log: StepLog) -> None:
     evaluation = run.evaluate(state.params)
     if jax.process_index() == 0:
         totals = log.totals
         run.metrics.write(step, "eval", **evaluation, tokens=totals.tokens, seconds=totals.seconds, time=wall_clock())
-    log.evaluated(step)
     run.progress.evaluation(step, evaluation)
-    return evaluation

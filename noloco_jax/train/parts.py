@@ -56,11 +56,9 @@ class Outcome:
     Attributes:
       state: state after the last step taken.
       step: number of that step.
-      evaluation: the last evaluation of this start; empty if there was none.
       finished: True if all steps are taken and evaluated, False if the run was told to stop or parts before.
     """
 
     state: TrainState
     step: int
-    evaluation: dict[str, Any]
     finished: bool

@@ -1,8 +1,5 @@
 """Resume of a run: what may be asked of its checkpoint, and what is said of it."""
 
-from pathlib import Path
-
-import jax
 from rich.console import Console
 
 from noloco_jax.checkpoint import elastic
@@ -10,60 +7,29 @@ from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import method_of
 from noloco_jax.metrics.divergence import is_finite
-from noloco_jax.metrics.writer import read_metrics
 from noloco_jax.spmd.programs import Programs, TrainState
-from noloco_jax.train.banner import show_results
-from noloco_jax.train.loop import is_evaluated
 
 
 def check_end(config: TrainConfig, saved: Saved) -> None:
-    """Raise `UserError` where a run that was to be longer would end at or before its checkpoint without its last step.
+    """Raise `UserError` where a run that was to be longer would end at or before its checkpoint.
 
-    Args:
-      config: the run.
-      saved: the checkpoint that it would resume from.
+    Nothing would be left to take, and so no last evaluation and no final merge.
     """
     start, wanted = saved.step, saved.config.num_steps
-    if wanted <= start or config.num_steps > start:
-        return
-    stopped = f"the run stopped at step {start} of {wanted}"
-    if config.num_steps < start:
+    if config.num_steps <= start < wanted:
         raise UserError(
-            f"{stopped}, which is beyond num_steps={config.num_steps}: give num_steps={start} to end it there, or go "
-            "back by --from_step"
-        )
-    if config.outer.final_merge and method_of(config).has_outer_steps:
-        raise UserError(
-            f"{stopped}, and num_steps={start} leaves no step after which outer.final_merge merges the replicas: give "
-            f"num_steps={start + 1} or more, or leave it out and export their mean"
+            f"the run stopped at step {start} of {wanted}, and num_steps={config.num_steps} leaves no step to take: "
+            f"give num_steps={start + 1} or more, or go back by --from_step"
         )
 
 
-def lacks_evaluation(config: TrainConfig, saved: Saved | None) -> bool:
-    """Return True if the run stopped after the step of its checkpoint without evaluating it."""
-    return saved is not None and is_evaluated(config, saved.step) and saved.totals.evaluated_step != saved.step
-
-
-def is_complete(config: TrainConfig, saved: Saved | None) -> bool:
-    """Return True if nothing is left to do after a checkpoint."""
-    return saved is not None and saved.step >= config.num_steps and not lacks_evaluation(config, saved)
-
-
-def show_complete(console: Console, workdir: Path, saved: Saved) -> None:
-    """Print that the workdir's run is complete, its results, settings given too late for it, and how to continue."""
-    if jax.process_index() > 0:
-        return
-    evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
-    if evaluations:  # num_steps may have been lowered to a step before the first evaluation
-        show_results(console, workdir, evaluations[-1], sample=None)
+def completion(saved: Saved) -> str:
+    """Return a line on a run that has ended: settings given too late for it, and how to continue."""
     late = "; ".join(str(change) for change in saved.changes if change.field != "num_steps")
-    if late:
-        console.print(f"without effect on a run that has ended: {late}")
-    console.print(
+    return (
         f"the run is complete ({saved.step} steps): give a larger --config.num_steps to continue it, or another "
-        "--workdir to start a new run"
+        "--workdir to start a new run" + (f"; without effect: {late}" if late else "")
     )
 
 

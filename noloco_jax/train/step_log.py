@@ -8,7 +8,7 @@ import numpy as np
 
 from noloco_jax.checkpoint.totals import Clock, Throughput, Totals, wall_clock
 from noloco_jax.errors import UserError
-from noloco_jax.metrics.divergence import Proportion, Rise
+from noloco_jax.metrics.divergence import Rise
 from noloco_jax.metrics.flops import mfu, model_flops_per_token
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import StepMetrics, TrainState
@@ -40,7 +40,7 @@ class StepLog:
         self._throughput = Throughput()
         self._unlogged = _unlogged(run, state)
         self._sent: int | float | None = None  # of exchanges that were never logged, as `Sync.bytes_sent` says
-        self._proportion, self._rise = Proportion(), Rise()
+        self._rise = Rise()
         self._totals, self._clock = run.totals, Clock(run.totals.seconds)
         self._previous: _Step | None = None
 
@@ -49,10 +49,6 @@ class StepLog:
         """Return the run's totals including the last dispatched step, with the seconds up to now."""
         unlogged = 0 if self._unlogged is None else self._unlogged.count
         return replace(self._totals, seconds=self._clock.seconds(), unlogged_outer_steps=unlogged)
-
-    def evaluated(self, step: int) -> None:
-        """Remember that `step` has been evaluated."""
-        self._totals = replace(self._totals, evaluated_step=step)
 
     def remember(
         self,
@@ -121,16 +117,11 @@ class StepLog:
                 f"the loss is {loss} at step {step}: lower inner.lr={config.inner.lr:g} or raise "
                 f"inner.warmup_steps={config.inner.warmup_steps}, then resume from the last checkpoint or start anew"
             )
-        run.progress.update(step, loss, lr, speed)
+        outer = (self._unlogged.count, self._unlogged.seconds) if is_logged and self._unlogged else (0, 0.0)
+        run.progress.update(step, loss, lr, speed, *outer)
         if line := self._rise.told(step, loss):
             run.progress.note(line)
-        if outer_steps is not None and outer_steps.moved is not None:
-            for line in self._proportion.unusual(_by_replica(outer_steps.moved)):
-                run.progress.note(line)
         if is_logged and self._unlogged:
-            groups = run.sync.groups(self._unlogged.last)
-            if groups is not None:
-                run.progress.outer(step, self._unlogged.count, self._unlogged.last, groups, self._unlogged.seconds)
             self._unlogged = self._sent = None
 
     def _figures_of(self, step: int) -> dict[str, Any]:
@@ -149,9 +140,9 @@ class StepLog:
 def _unlogged(run: Run, state: TrainState) -> OuterSteps | None:
     """Return the outer steps before this start that no line has yet; their durations are unknown."""
     count = run.totals.unlogged_outer_steps
-    if not count or state.outer is None or run.sync.groups(0) is None:
+    if not count or state.outer is None:
         return None
-    return OuterSteps(int(state.outer.num_outer_steps) - count, count, 0.0, None)
+    return OuterSteps(int(state.outer.num_outer_steps) - count, count, 0.0)
 
 
 def _by_replica(values: jax.Array) -> dict[int, float]:

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.methods import method_of, schedule_of
-from noloco_jax.outer.pairing import Round
+from noloco_jax.methods import schedule_of
 from noloco_jax.spmd.background import BackgroundPrograms, HostExchange
 from noloco_jax.spmd.programs import Programs, TrainState
 
@@ -29,13 +28,11 @@ class OuterSteps:
       first: number of the first, from 0.
       count: number of outer steps.
       seconds: estimated time of them and of corrections, from one measurement in `log_every` steps; 0 until the next.
-      moved: movement of the replicas before the last measured outer step, (N,); None if unknown.
     """
 
     first: int
     count: int
     seconds: float
-    moved: jax.Array | None
 
     @property
     def last(self) -> int:
@@ -44,8 +41,7 @@ class OuterSteps:
     def __add__(self, later: "OuterSteps | None") -> "OuterSteps":
         if later is None:
             return self
-        moved = self.moved if later.moved is None else later.moved
-        return OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds, moved)
+        return OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds)
 
 
 class News(NamedTuple):
@@ -101,10 +97,6 @@ class Sync(Protocol):
         """The reason for which the run is to save and end here for good, before its last step; None: it goes on."""
         return None
 
-    def groups(self, number: int) -> Round | None:
-        """Return the groups of outer step `number`; None if they are reported after the exchange, by `news`."""
-        ...
-
     def bytes_sent(self) -> int | float | None:
         """Return the bytes of messages exchanged since the last call; None: every outer step exchanges its message."""
         return None
@@ -123,16 +115,12 @@ class _Sampled:
     def __init__(self, every: int):
         self._every, self._last, self._unmeasured = every, -every, 0
 
-    def is_due(self, step: int) -> bool:
-        """Return True if the work of this step is measured."""
-        return step - self._last >= self._every
-
     def run(
         self, step: int, count: int, state: TrainState, work: Callable[[TrainState], TrainState]
     ) -> tuple[TrainState, float]:
         """Do work that counts `count` times; return the seconds of all work since the last measurement, or 0."""
         self._unmeasured += count
-        if not self.is_due(step):
+        if step - self._last < self._every:
             return work(state), 0.0
         jax.block_until_ready(state)
         started = time.perf_counter()
@@ -167,9 +155,6 @@ class CollectiveSync(Sync):
             return state
         return state._replace(params=self._programs.merge(state.params))
 
-    def groups(self, number: int) -> Round | None:
-        return method_of(self._config).groups(self._config, number)
-
     def _counted(self, state: TrainState) -> tuple[int, int]:
         """Return the outer steps taken and the corrections applied; only the first call waits for the state's own."""
         if self._counts is None:
@@ -198,9 +183,6 @@ class CollectiveSync(Sync):
         if count == 0:
             return state, None
         first, num_applied = self._counted(state)
-        moved = None
-        if self._programs.moved is not None and self._outer_timing.is_due(step):
-            moved = self._programs.moved(state.params, state.outer)
 
         def take(state: TrainState) -> TrainState:
             for number in range(first, first + count):
@@ -210,7 +192,7 @@ class CollectiveSync(Sync):
         state, seconds = self._outer_timing.run(step, count, state, take)
         self._counts = first + count, num_applied
         seconds, self._seconds_correcting = seconds + self._seconds_correcting, 0.0
-        return state, OuterSteps(first, count, seconds, moved)
+        return state, OuterSteps(first, count, seconds)
 
     def _outer_step(self, state: TrainState, number: int) -> TrainState:
         assert self._programs.outer_step is not None

@@ -2,6 +2,8 @@
 
 import contextlib
 import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from noloco_jax import draws
 from noloco_jax.checkpoint.record import HISTORY_FILE, write_start
-from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.host import find_devices, use_cpu_cores, use_gpu_memory
@@ -20,11 +22,11 @@ from noloco_jax.cluster.start import joined
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import holder_of, workdir_locked
 from noloco_jax.config import CONFIG_FILE, TrainConfig, to_dict
-from noloco_jax.data import Tokenizer
 from noloco_jax.files import check_file, check_writable, full_disk_told
+from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
-from noloco_jax.metrics.evaluate import read_validation
-from noloco_jax.metrics.memory import check_memory
+from noloco_jax.metrics.curves import plot_curves
+from noloco_jax.metrics.memory import check_memory, compiled_peak, program_memory
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb
 from noloco_jax.patience import told_if_slow
@@ -33,24 +35,17 @@ from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs, leave_out_cache, may_be_cached
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
-from noloco_jax.train.banner import banner_rows, compiled_memory, show_results
-from noloco_jax.train.inputs import check_inputs, given_weights, new_state, open_streams
+from noloco_jax.train.banner import banner_rows
+from noloco_jax.train.inputs import check_inputs, given_weights, open_data
 from noloco_jax.train.loop import train_steps
 from noloco_jax.train.mode import Mode, Resumed, WholeRun
 from noloco_jax.train.parts import Outcome, Run
-from noloco_jax.train.resume import check_end, is_complete, lacks_evaluation, restored_state, show_complete
+from noloco_jax.train.resume import check_end, completion, restored_state
 from noloco_jax.train.sample import sample_of_run
 from noloco_jax.train.sync import Sync
 
 
-def train_at(
-    place: Place | None,
-    config: TrainConfig,
-    workdir: Path,
-    *,
-    start_timeout: float,
-    **choices: Any,
-) -> int:
+def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **choices: Any) -> int:
     """Train as the process at `place`; return the exit status.
 
     Args:
@@ -96,50 +91,44 @@ def train(
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
     """
+    # Check the configuration, the data's form and the memory.
     devices = find_devices()
     processes, mode, console = processes or run_processes(), mode or WholeRun(), _console_of_first_process()
     _check_folders(workdir, wandb_project)
     mode.check(run_config)
-    with told_if_slow("looking at the data's files, their forms and the tokenizer", console.print):
-        data, tokenizer = check_inputs(run_config)
+    data, tokenizer = check_inputs(run_config, console)
     config = mode.own(run_config)
     programs = build_programs(config, make_mesh(config, training_devices(config, devices)))
     messages = mode.prepare(config, programs)
-    banner([*mode.rows, *banner_rows(config, programs, messages)], console)
     check_memory(config, programs)
-    _prepare_cache(programs, console)
-    if dry_run and (holder := holder_of(workdir)) is not None:
-        console.print(
-            f"{workdir} is locked by {holder}: wait for its end, or give --force_unlock once you know that it has ended"
-        )
     with (
-        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, force=force_unlock),
+        _locked(workdir, processes, console, dry_run, force_unlock),
         Stop(processes) as stop,
         Checkpointer(workdir, run_config, processes, from_step=from_step, read_only=dry_run) as checkpoints,
-        contextlib.ExitStack() as others,
+        contextlib.closing(mode),
     ):
-        # Check what there is to resume, and open the data.
+        # Open the checkpoint to resume from, and the data.
         saved = checkpoints.start()
         stop.is_due()  # from here on a SIGTERM to one of several processes stops all
         if saved is not None:
             check_end(config, saved)
-            positions = mode.data_positions(config, saved)
-            if is_complete(config, saved) and not dry_run:
-                show_complete(console, workdir, saved)
+            if saved.step >= config.num_steps and not dry_run:
+                console.print(completion(saved))
                 return 0
-        with told_if_slow("reading the validation documents and opening those to train on", console.print):
-            validation = read_validation(data, tokenizer, config.eval_batches)
-            streams = open_streams(config, data, tokenizer, programs, mode)
-        if saved is not None:
+        positions = None if saved is None else mode.data_positions(config, saved)
+        banner([*mode.rows, *banner_rows(config, programs, messages)], console)
+        validation, streams = open_data(config, data, tokenizer, programs, mode.replica_numbers(config), console)
+        if saved is not None and positions is not None:
             streams.set_state(dict(enumerate(positions)))
             with told_if_slow(f"comparing the checkpoint of step {saved.step} with its digests", console.print):
-                console.print(saved.verify())
+                line = saved.verify()
+            if dry_run:
+                console.print(line)
         given = given_weights(config, tokenizer) if saved is None else None
         if dry_run:
             return 0
 
         # Meet the peers, compile, and make or restore the state.
-        others.callback(mode.close)
         start, totals = (0, Totals()) if saved is None else (saved.step, saved.totals)
         resumed = Resumed(start, saved and saved.sync_state)
         fingerprint = None if tokenizer is None else tokenizer.fingerprint
@@ -151,28 +140,27 @@ def train(
         if stop.is_due():
             return _begins_again(console, stop)
         sync = mode.sync(config, programs)
-        batches = GlobalBatches(streams, programs)
-        if saved is None:
-            state, given = new_state(config, programs, given), None  # frees the given parameters on the host
+        if saved is not None:
+            state = restored_state(config, programs, checkpoints, saved, from_step, console)
+        elif given is not None:
+            state, given = programs.from_params(given), None  # frees the given parameters on the host
         else:
-            with told_if_slow(f"reading the checkpoint of step {start}", console.print):
-                state = restored_state(config, programs, checkpoints, saved, from_step, console)
+            state = programs.init(draws.key(config.seed))
         if not mode.begin(stop.is_due, start, totals.seconds):
             return _begins_again(console, stop)
 
         # Train.
-        evaluate_first = lacks_evaluation(config, saved)
         if jax.process_index() == 0:
             write_start(run_config, workdir, start, saved.changes if saved else [], streams.source)
         with (
-            _open_metrics(config, workdir, saved, evaluate_first, wandb_project, mode) as metrics,
+            _open_metrics(workdir, saved and start, wandb_project, mode, to_dict(config)) as metrics,
             Progress(config.num_steps, start_step=start, log_every=config.log_every, console=console) as progress,
         ):
             processes.barrier("start")  # so that all clocks start together
             run = Run(
                 config=config,
                 programs=programs,
-                batches=batches,
+                batches=GlobalBatches(streams, programs),
                 evaluate=partial(mode.evaluate, programs, validation),
                 checkpoints=checkpoints,
                 totals=totals,
@@ -183,13 +171,19 @@ def train(
                 stop=stop,
                 sync=sync,
             )
-            outcome = train_steps(run, state, start, evaluate_first=evaluate_first)
+            outcome = train_steps(run, state, start)
         sync.close(outcome.state, outcome.finished)
 
     streams.close()  # after a failure the streams close when the process ends
     if not outcome.finished:
         return _stopped(outcome, stop, sync, console)
-    _finish(config, workdir, tokenizer, programs, outcome, console)
+    with told_if_slow("writing the sample: its programs compile first", console.print):
+        sample = sample_of_run(config, tokenizer, programs, outcome.state.params)
+    if jax.process_index() == 0:
+        if sample is not None:
+            console.print("the model writes:", style="bold")
+            console.print(sample)
+        console.print(f"curves: {plot_curves(workdir)}")
     return 0
 
 
@@ -210,11 +204,17 @@ def _check_folders(workdir: Path, wandb_project: str | None) -> None:
         check_wandb()
 
 
-def _prepare_cache(programs: Programs, console: Console) -> None:
-    if not may_be_cached(programs.mesh) and leave_out_cache():
+def _locked(
+    workdir: Path, processes: Processes, console: Console, dry_run: bool, force: bool
+) -> AbstractContextManager[None]:
+    """Return the lock of the workdir; a dry run only tells who has it."""
+    if not dry_run:
+        return workdir_locked(workdir, processes, force=force)
+    if (holder := holder_of(workdir)) is not None:
         console.print(
-            "JAX's compilation cache is left out, as XLA loads programs of several CPU devices wrongly from it"
+            f"{workdir} is locked by {holder}: wait for its end, or give --force_unlock once you know that it has ended"
         )
+    return contextlib.nullcontext()
 
 
 def _begins_again(console: Console, stop: Stop) -> int:
@@ -224,11 +224,16 @@ def _begins_again(console: Console, stop: Stop) -> int:
 
 
 def _compile(config: TrainConfig, programs: Programs, mode: Mode, console: Console, *, draws_weights: bool) -> Programs:
+    if not may_be_cached(programs.mesh) and leave_out_cache():
+        console.print(
+            "JAX's compilation cache is left out, as XLA loads programs of several CPU devices wrongly from it"
+        )
     started = time.perf_counter()
     needed = [name for name in PROGRAMS if name not in mode.unused]
-    with told_if_slow("compiling: large models take minutes", console.print):
+    with told_if_slow("still compiling", console.print):
         programs = compile_programs(config, programs, only=[*needed, FIRST_WEIGHTS] if draws_weights else needed)
-    console.print(f"compiled in {time.perf_counter() - started:.1f} s; {compiled_memory(programs)}")
+    memory = format_memory(compiled_peak(program_memory(programs)))
+    console.print(f"compiled in {time.perf_counter() - started:.1f} s, for {memory} of memory a device")
     return programs
 
 
@@ -239,21 +244,15 @@ def _peak(config: TrainConfig, programs: Programs) -> float | None:
 
 
 def _open_metrics(
-    config: TrainConfig,
-    workdir: Path,
-    saved: Saved | None,
-    evaluate_first: bool,
-    wandb_project: str | None,
-    mode: Mode,
+    workdir: Path, resume_step: int | None, wandb_project: str | None, mode: Mode, config: Mapping[str, Any]
 ) -> MetricWriter:
     """Open the writer of the run's metrics."""
     return MetricWriter(
         workdir,
-        resume_step=saved and saved.step,
-        evaluates_again=evaluate_first,
+        resume_step=resume_step,
         wandb_project=wandb_project,
         wandb_labels=mode.tracked_as,
-        run_config=to_dict(config) | dict(mode.labels),
+        run_config={**config, **mode.labels},
         writes=jax.process_index() == 0,
         observe=mode.observe,
     )
@@ -266,18 +265,3 @@ def _stopped(outcome: Outcome, stop: Stop, sync: Sync, console: Console) -> int:
         return 0
     console.print(f"{stop.reason}: everything is saved at step {outcome.step}, the same command resumes from there")
     return stop.exit_status
-
-
-def _finish(
-    config: TrainConfig,
-    workdir: Path,
-    tokenizer: Tokenizer | None,
-    programs: Programs,
-    outcome: Outcome,
-    console: Console,
-) -> None:
-    """Print the results and a sample, and draw the curves."""
-    with told_if_slow("writing the sample: its programs compile first", console.print):
-        sample = sample_of_run(config, tokenizer, programs, outcome.state.params)
-    if jax.process_index() == 0:
-        show_results(console, workdir, outcome.evaluation, sample)

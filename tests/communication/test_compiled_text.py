@@ -94,7 +94,7 @@ def test_sparse_messages_are_gathered_in_uint8():
     assert messages_of(config, config_mesh(config)).outer_step == sum(one.bytes for one in found) * 3 / 4
 
 
-@pytest.mark.parametrize("program", ["inner_step", "outer_step", "moved"])
+@pytest.mark.parametrize("program", ["inner_step", "outer_step"])
 @pytest.mark.parametrize(
     ("mesh", "model", "num_replicas"),
     [
@@ -110,7 +110,7 @@ def test_xla_adds_no_collective_across_replicas(program, mesh, model, num_replic
     found = across(compiled(config_of("noloco", num_replicas, model=model, **mesh), program))
     crossing = {(one.kind, one.axes) for one in found}
     routed = {("collective-permute", ("replica", "stage"))} if "stage" in mesh else set()
-    expected = {"inner_step": routed, "outer_step": {("collective-permute", ("replica",))}, "moved": set()}
+    expected = {"inner_step": routed, "outer_step": {("collective-permute", ("replica",))}}
     assert crossing == expected[program]
 
 

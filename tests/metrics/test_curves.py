@@ -8,15 +8,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from noloco_jax.errors import UserError
-from noloco_jax.metrics.curves import draw_on, outer_steps, plot_curves, running_mean
+from noloco_jax.metrics.curves import draw_on, plot_curves, running_mean
 from noloco_jax.metrics.writer import MetricWriter, read_metrics
 
 
 def run(workdir: Path, steps: int, replicas: int = 4, bad: float = 1.0, spread: float = 1e-3) -> Path:
     writer = MetricWriter(workdir, resume_step=None, tensorboard=False)
     for step in range(1, steps + 1):
-        outer = {"outer_steps": 1, "outer_step_seconds": 0.01} if step % 4 == 0 else {}
-        writer.write(step, "train", loss=bad * (1 + 1 / step), lr=1e-3, **outer)
+        writer.write(step, "train", loss=bad * (1 + 1 / step), lr=1e-3)
         if step % 5 == 0:
             perplexities = [bad * (5.0 + index) for index in range(replicas)]
             writer.write(
@@ -61,26 +60,27 @@ def test_plot_curves_handles_a_run_resumed_with_fewer_replicas(tmp_path):
     assert is_picture(plot_curves(tmp_path))
 
 
-def legend_labels(metrics: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Return the legend labels of each panel, keyed by the panel's y label."""
+def legends(metrics: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the legend labels of each panel, keyed by its title."""
     figure = Figure()
-    evals = [entry for entry in metrics if entry["kind"] == "eval"]
-    draw_on(figure, [entry for entry in metrics if entry["kind"] == "train"], evals, *outer_steps(metrics))
-    return {axes.get_ylabel(): axes.get_legend_handles_labels()[1] for axes in figure.axes}
+    kinds = ("train", "eval")
+    draw_on(figure, *([entry for entry in metrics if entry["kind"] == kind] for kind in kinds))
+    return {axes.get_title(): axes.get_legend_handles_labels()[1] for axes in figure.axes}
+
+
+def test_the_plot_of_all_replicas_shows_the_merged_model_and_the_replica_spread(tmp_path):
+    panels = legends(read_metrics(run(tmp_path, steps=150)))
+    assert panels == {
+        "Training loss": ["logged points", "mean of 3 logged points"],
+        "Validation perplexity": ["each replica", "mean of the replicas", "merged model"],
+        "Replica spread": [],
+    }
 
 
 def test_the_plot_of_an_island_omits_the_merged_model_and_the_replica_spread(tmp_path):
     lines = [line for line in read_metrics(run(tmp_path, steps=20)) if line["kind"] == "train"]
     lines += [{"step": 10, "kind": "eval", "island": "paris", "perplexity": 5.0}]
-    panels = legend_labels(lines)
-    assert list(panels) == ["training loss (nats a token)", "validation perplexity"]
-    assert panels["validation perplexity"] == ["island paris", "5 outer steps"]
-
-
-def test_the_plot_of_all_replicas_shows_the_merged_model_and_the_replica_spread(tmp_path):
-    panels = legend_labels(read_metrics(run(tmp_path, steps=20)))
-    assert panels["validation perplexity"] == ["each replica", "mean of the replicas", "merged model"]
-    assert panels["replica spread (rms distance)"] == ["spread at evaluations", "5 outer steps"]
+    assert legends(lines) == {"Training loss": ["logged points"], "Validation perplexity": ["island paris"]}
 
 
 @pytest.mark.parametrize("island", [{}, {"island": "paris"}])
@@ -91,8 +91,7 @@ def test_the_plot_of_a_mixture_shows_each_source_of_the_last_evaluation(island):
         {"step": step, "kind": "eval", **whole, **island, "perplexity_by_source": by_source}
         for step, by_source in enumerate(sources, start=1)
     ]
-    labels = legend_labels(evals)["validation perplexity"]
-    assert labels[-2:] == ["on web", "on step"]
+    assert legends(evals)["Validation perplexity"][-2:] == ["on web", "on step"]
 
 
 @pytest.mark.parametrize("is_island_first", [True, False])
@@ -104,20 +103,6 @@ def test_plot_curves_handles_a_switch_between_islands_and_one_program(tmp_path, 
         writer.write(step, "eval", **values)
     writer.close()
     assert is_picture(plot_curves(tmp_path))
-
-
-@pytest.mark.parametrize("every, marked", [(1, [2, 4, 6, 8, 10, 12]), (3, [])])
-def test_outer_steps_are_counted_when_a_metrics_line_covers_several(tmp_path, every, marked):
-    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
-    for number in range(every, 7, every):  # six outer steps, at steps 2, 4, ..., 12, in lines of `every` each
-        writer.write(2 * number, "train", loss=1.0, lr=1e-3, outer_steps=every, outer_step_seconds=0.01)
-    writer.write(13, "train", loss=1.0, lr=1e-3)
-    writer.close()
-    assert outer_steps(read_metrics(tmp_path)) == (6, marked)
-
-
-def test_a_run_without_outer_steps_counts_none(tmp_path):
-    assert outer_steps(read_metrics(run(tmp_path, steps=3))) == (0, [])
 
 
 @pytest.mark.parametrize("text", [None, "", '{"step": 1, "kind": "other"}\n'])

@@ -25,9 +25,9 @@ _PHASES = {
     "evaluation": ("_evaluate",),
     "outer step": ("_outer_step",),
     "step": ("train_steps",),
-    "restore": ("_make_state", "_restore_state", "_open_metrics"),
+    "restore": ("restored_state", "_open_metrics"),
     "compile": ("_compile",),
-    "end": ("sample_of_run", "show_results", "_show_complete", "shutdown", "_shutdown"),
+    "end": ("sample_of_run", "plot_curves", "shutdown", "_shutdown"),
 }
 PHASES = ("start", "compile", "restore", "step", "outer step", "evaluation", "save", "end")
 # And those of other threads that write a checkpoint or delete an older one meanwhile.
