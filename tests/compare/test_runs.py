@@ -172,7 +172,6 @@ def test_a_folder_in_use_by_another_comparison_is_refused(config_file, tmp_path)
             compare.main(arguments(config_file, out))
 
 
-@pytest.mark.timeout(60)
 def test_jobs_sets_the_number_of_concurrent_runs(config_file, tmp_path, fake_trainer):
     fake_trainer |= {"ddp": "meet", "noloco": "meet"}
     assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp,noloco", "--jobs=2")) == 0

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -153,16 +152,16 @@ def test_worker_processes_read_from_a_server(tmp_path, start):
 @pytest.mark.parametrize("fault", [500, 503, 429, "cut", "short", "stall"])
 @pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
 def test_transient_request_failures_are_retried(tmp_path, start, waits, monkeypatch, scheme, fault):
-    monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.5 if scheme != "s3" else 1.0)  # S3's library rounds it
+    if fault == "stall":  # with the others, an answer may take as long as a busy machine needs
+        monkeypatch.setattr(addresses, "ANSWER_SECONDS", 1.0)
     config = write_data("jsonl", tmp_path, scheme)
     server = start(scheme)
     remote = moved_to(config, tmp_path, server.upload(tmp_path))
     faulty = server.contents if scheme == "hf" else server
-    faulty.stalls = 1.3 if scheme != "s3" else 3.0
     faulty.faults.extend([None, fault, None, fault])
     assert first_ids(remote, 1) == first_ids(config, 1)
     assert not faulty.faults
-    assert set(waits) <= {addresses.RETRY_DELAYS[0]}  # some libraries repeat by themselves
+    assert fault == "stall" or set(waits) <= {addresses.RETRY_DELAYS[0]}  # some libraries repeat by themselves
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf"])
@@ -372,8 +371,7 @@ def test_a_tokenizer_is_loaded_from_a_server(tmp_path, start):
 def test_a_run_refuses_a_missing_bucket_before_it_compiles(tmp_path, start):
     start("s3")
     config = processes.write_config(tmp_path / "made")
-    began = time.monotonic()
     [(status, output)] = processes.run(config, tmp_path / "run", "--config.data.path=s3://nowhere-here/in")
     assert status == 2, output
     assert "data.path='s3://nowhere-here/in': there is no such file, folder or bucket" in output
-    assert time.monotonic() - began < 60
+    assert "compiled programs" not in output

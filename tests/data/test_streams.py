@@ -13,10 +13,10 @@ PREFETCHING = "grain-thread-prefetch"  # the prefetch threads' name
 
 
 class MeetingTokenizer(CountingTokenizer):
-    """Tokenizer that blocks each thread's first call until `number` threads have called; fails after 60 s."""
+    """Tokenizer that blocks each thread's first call until `number` threads have called; fails after five minutes."""
 
     def __init__(self, number: int):
-        self._barrier = threading.Barrier(number, timeout=60)
+        self._barrier = threading.Barrier(number, timeout=300)
         self._waited = threading.local()
 
     def encode_batch(self, texts):

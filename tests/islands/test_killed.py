@@ -19,8 +19,8 @@ ROUND = 4  # steps
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sends Linux signals")
 def test_killed_and_stopped_islands_cost_the_others_no_step_and_rejoin(config, tmp_path):
-    arguments = [f"--config={config}", "--config.num_steps=4000", "--config.checkpoint_every=4000"]
-    arguments += ["--config.eval_every=4000", "--config.num_replicas=3"]
+    arguments = [f"--config={config}", "--config.num_steps=100000", "--config.checkpoint_every=100000"]
+    arguments += ["--config.eval_every=100000", "--config.num_replicas=3"]
     with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), seconds_per_step=0.1) as islands:
         for name in NAMES:
             islands.start(name)

@@ -47,7 +47,7 @@ def test_a_member_joins_and_another_leaves_while_the_others_train(run, tmp_path,
             assert island(["remove", "berlin", f"--keys={keys}"]) == 0
             wait_for(lambda: berlin.link.is_removed)
             wait_for(lambda: sum(met.partner == "oslo" for met in paris.met[-6:]) >= 5)
-            found = discover(open_run(path, keys), 5.0)
+            found = discover(open_run(path, keys), 60.0)
             assert found.run.roster.version == 3
             assert {status.roster_version for status in found.statuses.values()} == {3}
         assert any("berlin is removed: no member from round" in line for line in paris.lines)
@@ -81,8 +81,7 @@ def test_keys_made_anew_are_read_while_the_island_trains_and_the_old_ones_refuse
         wait_for(lambda: any("has read new keys" in line for line in berlin.lines))
         wait_for(lambda: paris.link.node.roster.version == 2)
         known = len(paris.met)
-        wait_for(lambda: len(paris.met) > known + 20)
-        assert sum(met.outcome in ("met", "late") for met in paris.met[-10:]) >= 8
+        wait_for(lambda: sum(met.outcome in ("met", "late") for met in paris.met[known:][-10:]) >= 8)
 
 
 @pytest.mark.parametrize(

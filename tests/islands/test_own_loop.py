@@ -33,7 +33,7 @@ from support.live_island import wait_for
 from support.paths import ROOT
 from support.ports import free_ports
 from support.rosters import on_loopback, written
-from support.training_islands import begin_without_the_absent
+from support.training_islands import begin_without
 
 NAMES = ("paris", "berlin")
 SHAPES = {"w": (64, 96), "b": (96,)}
@@ -65,7 +65,7 @@ def trained(
 ) -> dict[str, tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Return each island's weights after the last step, and the merged ones; outer steps wait for their exchange."""
     results: dict[str, Any] = {}
-    begun = threading.Barrier(len(NAMES), timeout=100)
+    begun = threading.Barrier(len(NAMES), timeout=300)
 
     def train(name: str) -> None:
         with nj.Island(roster, name, workdir=folder / name, outer=outer(), report=quiet) as island:
@@ -169,13 +169,13 @@ def test_a_checkpoint_restores_values_shardings_random_keys_and_numbers(roster, 
             assert {x.sharding.spec for x in outer if x.ndim == 3} == {P(None, None, "data")}
             both.wait()
 
-    both, saving = threading.Barrier(2, timeout=60), threading.Lock()
+    both, saving = threading.Barrier(2, timeout=300), threading.Lock()
     side_by_side(*(lambda name=name: train(name) for name in NAMES))
 
 
 @pytest.mark.parametrize("catch_up", ["weights", "whole"])
 def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catch_up, tmp_path, monkeypatch):
-    begin_without_the_absent(monkeypatch)
+    begin_without(monkeypatch, "rome")
     names = (*NAMES, "rome")
     roster = on_loopback(*names, run="own")
     is_over, late = threading.Event(), threading.Event()
@@ -199,7 +199,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catc
                 is_over.wait(0.02)
 
     def join_late() -> None:
-        assert late.wait(100)
+        assert late.wait(300)
         with nj.Island(
             roster, "rome", workdir=tmp_path / "rome", outer=nj.noloco(sync_every=2), catch_up=catch_up, report=quiet
         ) as it:
@@ -395,7 +395,7 @@ def test_an_island_saves_after_a_merge_in_which_a_correction_arrived(roster, tmp
             np.testing.assert_array_equal(saved[name]["w"], merged["w"])
             both.wait()
 
-    both, saving = threading.Barrier(2, timeout=60), threading.Lock()
+    both, saving = threading.Barrier(2, timeout=300), threading.Lock()
     side_by_side(*(lambda name=name: train(name) for name in NAMES))
     assert all((tmp_path / name / "checkpoints" / "2").is_dir() for name in NAMES)
 
@@ -481,7 +481,6 @@ def normal(seed: int) -> dict[str, Any]:
     ids=["common", "first weights"],
 )
 def test_an_island_with_a_different_value_is_refused_naming_the_value(given, line, tmp_path, monkeypatch):
-    begin_without_the_absent(monkeypatch)  # once it has ended
     names = (*NAMES, "rome")
     roster = on_loopback(*names, run="own")
     refused: list[BaseException] = []
@@ -493,9 +492,10 @@ def test_an_island_with_a_different_value_is_refused_naming_the_value(given, lin
         with nj.Island(roster, name, workdir=tmp_path / name, outer=outer, report=quiet, **options) as island:
             try:
                 island.begin(first)
-                is_refused.wait(60)
+                is_refused.wait(300)
             except UserError as error:
                 refused.append(error)
+                begin_without(monkeypatch, name)
                 is_refused.set()
 
     is_refused = threading.Event()
@@ -526,7 +526,7 @@ def test_both_processes_of_an_example_exchange_and_end_with_one_model(
 
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [warm.Popen(command(name), env=environment, cwd=ROOT, **pipes) for name in NAMES]
-    results = processes.finish(started, 250)
+    results = processes.finish(started)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     outputs = [output for _, output in results]
     last = [output.strip().splitlines()[-1] for output in outputs]

@@ -88,7 +88,7 @@ def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor
         islands.start("berlin")
         islands.until(lambda: islands.has_met("berlin", after=back), "berlin", *both)
         assert "these weights came from paris" in islands.said("berlin")
-        assert asyncio.run(merged(open_run(tmp_path / "berlin.toml", islands.keys))).rounds.keys() == {*NAMES}
+        assert asyncio.run(merged(open_run(islands.roster, islands.keys))).rounds.keys() == {*NAMES}
 
         islands.signal("paris.1", signal.SIGTERM)
         islands.signal("berlin", signal.SIGTERM)

@@ -29,7 +29,7 @@ from noloco_jax.train.training import _open_metrics
 from support.at_once import side_by_side, wait_for_exchanges
 from support.fake_wandb import FakeWandb
 from support.rosters import on_loopback
-from support.training_islands import NAMES, World, begin_without_the_absent, small
+from support.training_islands import NAMES, World, begin_without, small
 
 PAIR = dataclasses.replace(small(), num_replicas=2, num_steps=9)
 
@@ -112,7 +112,7 @@ def test_islands_of_any_layout_match_the_states_of_one_program(tmp_path, one_pro
 
 @pytest.mark.parametrize("catch_up", ["weights", "whole"])
 def test_a_late_joiner_continues_from_a_donor_s_weights_and_position(tmp_path, monkeypatch, catch_up):
-    begin_without_the_absent(monkeypatch)
+    begin_without(monkeypatch, NAMES[2])
     world = World(dataclasses.replace(small(), num_replicas=3), tmp_path)
     is_over, late, states = threading.Event(), threading.Event(), dict[tuple[str, int], Any]()
 
@@ -135,7 +135,7 @@ def test_a_late_joiner_continues_from_a_donor_s_weights_and_position(tmp_path, m
 
     def joiner() -> None:
         try:
-            assert late.wait(100)
+            assert late.wait(300)
             link, island = world.join(NAMES[2], catch_up=catch_up)
             state, step = island.apply_arrived(world.programs.init(draws.key(1)), 0)
             assert step == 8 and state.outer is not None and int(state.outer.num_outer_steps) == 4

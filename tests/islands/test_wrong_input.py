@@ -70,7 +70,6 @@ def test_wrong_input_ends_the_process_with_one_error_line_and_exit_status_2(conf
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
     )
     line = "error: the roster of test has no island 'pari': did you mean 'paris'?\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)

@@ -18,7 +18,7 @@ def test_overlapped_host_exchanges_train_and_resume_as_in_one_process(config):
     """SIGTERM to one process stops the run while corrections are pending."""
     alone = processes.trained(config, "alone", "--config.mesh.replica=1", *LATE)
     stopped = config.parent / "stopped"
-    run = processes.start(config, stopped, *LATE, number=2, devices=2, seconds_per_step=0.2)
+    run = processes.start(config, stopped, *LATE, number=2, devices=2, seconds_per_step=0.5)
     processes.wait_until(processes.reached(stopped, 9), run)
     run[1].send_signal(signal.SIGTERM)
     results = processes.finish(run)

@@ -1,17 +1,13 @@
 """Digests in two real processes: each hashes the arrays that it saves and verifies its share of all files."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from support import processes, warm
+from support import processes
 from support.digested import UNLISTED
-from support.paths import ROOT
-from support.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -21,23 +17,8 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 def run(config: Path, workdir: Path, log: Path, *arguments: str) -> tuple[list[tuple[int, str]], list[list[str]]]:
     """Run two processes; return their results and, for each, the files of checkpoint 8 it hashed, by final name."""
-    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     log.mkdir()
-    started = [
-        warm.Popen(
-            [
-                *(sys.executable, "-m", "support.digested", str(log / str(number)), "noloco_jax.train"),
-                *(f"--config={config}", f"--workdir={workdir}", *arguments),
-            ],
-            env=processes.environment(config) | place | {"JAX_PROCESS_ID": str(number)},
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
+    started = processes.start(config, workdir, *arguments, number=2, module=("support.digested", str(log)))
     results = processes.finish(started)
     read = [
         [line.partition(f"{STEP}/")[2] for line in (log / name).read_text().replace(UNFINISHED, "").splitlines()]

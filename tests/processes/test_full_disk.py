@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from support import events, processes
+from support import processes
 from support.disks import SmallDisk, small_disk
 
 pytestmark = pytest.mark.timeout(900)
@@ -53,12 +52,4 @@ def test_a_run_resumes_once_a_full_disk_has_room_again(config, disk):
     [(status, output)] = processes.run(config, workdir, *LONG)
     assert status == 0, output
     assert "resuming from the checkpoint of step 40" in output
-    assert processes.metrics(workdir) == processes.metrics(whole)
-    assert untimed(workdir) == untimed(whole)
-    mine, theirs = processes.weights(workdir), processes.weights(whole)
-    for name in theirs:
-        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
-
-
-def untimed(workdir: Path) -> list[tuple[int, str, float]]:
-    return [value for value in events.shown(workdir) if not value[1].endswith(processes.TIMINGS)]
+    processes.assert_equal_runs(workdir, whole)

@@ -1,145 +1,126 @@
-"""Runs whose processes are killed repeatedly at random times and end bitwise as undisturbed ones."""
+"""Runs whose processes are killed or terminated at random instants end bitwise as undisturbed ones."""
 
 import itertools
 import random
-import statistics
+import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from support import events, processes
-from support.kills import PHASES, Kill, SmallRun, newest_checkpoint, start_and_kill, start_and_terminate
+from support import processes
 
 NUM_STEPS = 60
-ARGUMENTS = [
-    f"--config.num_steps={NUM_STEPS}",
-    "--config.model.num_layers=1",
-    "--config.checkpoint_every=3",
-    "--config.keep_checkpoints=1",
-    "--config.eval_every=5",
-    "--config.eval_batches=1",
-    "--start_timeout=45",
-]
-Interrupt = Callable[[SmallRun, Path, random.Random], Kill | None]
+ARGUMENTS = (
+    *(f"--config.num_steps={NUM_STEPS}", "--config.model.num_layers=1", "--start_timeout=45"),
+    *("--config.checkpoint_every=3", "--config.keep_checkpoints=1", "--config.eval_every=5", "--config.eval_batches=1"),
+)
+OPERATIONS = ("os.mkdir,os.rename", "os.remove,os.rmdir")  # of saving, and of deleting older checkpoints
+MOST_OPERATIONS = 120  # of either, which a few saves and deletions take
 MOST_STARTS = 60  # of one run, which has to progress
-MOST_SECONDS = 150  # that processes may outlive a killed one: JAX detects its loss after 100
+MOST_SECONDS = 250  # that processes may outlive a killed one: JAX detects its loss after 100
+READ_PROGRAMS = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}  # a kill could cut off one that is written
 
 
-@pytest.fixture
-def count(request) -> int:
-    return request.config.getoption("--kills")
+@dataclass(frozen=True)
+class Run:
+    """The undisturbed run: its configuration's file, its folder, its processes, and its seconds to the first step."""
 
-
-@pytest.fixture
-def rng(request) -> random.Random:
-    return random.Random(request.config.getoption("--kills_seed"))
+    config: Path
+    workdir: Path
+    number: int
+    seconds: float
 
 
 @pytest.fixture(scope="module", params=[1, 4])
-def whole(config, request) -> SmallRun:
-    """Return the undisturbed run, in one process and in four."""
-    number = request.param
-    workdir = config.parent / f"whole{number}"
-    started = time.monotonic()
-    running = processes.start(config, workdir, *ARGUMENTS, number=number)
+def whole(config, request) -> Run:
+    workdir, start = config.parent / f"whole{request.param}", time.monotonic()
+    running = processes.start(config, workdir, *ARGUMENTS, number=request.param)
     processes.wait_until(processes.reached(workdir, 1), running)
-    seconds_to_step = time.monotonic() - started
+    seconds = time.monotonic() - start
     results = processes.finish(running)
-    assert [status for status, _ in results] == [0] * number, processes.report(results)
-    return SmallRun(config, workdir, NUM_STEPS, ARGUMENTS, number, seconds_to_step)
+    assert [status for status, _ in results] == [0] * request.param, processes.report(results)
+    return Run(config, workdir, request.param, seconds)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_a_run_killed_at_random_times_matches_the_undisturbed_run_bitwise(whole, count, rng, capsys):
-    """Surviving processes exit with status 1 (transient), or 0 if they had completed."""
-    with capsys.disabled():
-        interrupt_runs(whole, "killed", start_and_kill, lambda kill: set(kill.statuses) <= {0, 1}, count, rng)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-def test_a_run_terminated_at_random_times_matches_the_undisturbed_run_bitwise(whole, count, rng, capsys):
-    """A run saves and exits with 75; before its handler is set and after it is removed, SIGTERM acts as usual."""
-
-    def is_right(kill: Kill) -> bool:
-        if set(kill.statuses) == {75}:
-            return kill.lost_steps == 0
-        return kill.phase in ("start", "end") and set(kill.statuses) <= {-15, 0, 1}
-
-    with capsys.disabled():
-        interrupt_runs(whole, "terminated", start_and_terminate, is_right, count, rng)
-
-
-def interrupt_runs(
-    whole: SmallRun, name: str, interrupt: Interrupt, is_right: Callable[[Kill], bool], count: int, rng: random.Random
-) -> None:
-    """Interrupt runs until each completes, `count` times in all; check that they end as `whole` did."""
-    kills: list[Kill] = []
+@pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_interrupted_at_random_instants_matches_the_undisturbed_run_bitwise(whole, signalled, request):
+    rng, count = random.Random(request.config.getoption("--kills_seed")), 0
     for number in itertools.count():
-        run = replace(whole, workdir=whole.workdir.parent / f"{name}{whole.number}" / f"run{number}")
-        run_kills, wrong = interrupt_until_complete(run, interrupt, rng)
-        kills += run_kills
-        wrong += [f"{kill.log}: {kill}" for kill in run_kills if not is_right(kill) or kill.seconds > MOST_SECONDS]
-        wrong += [] if wrong else differences(run, whole)
-        print(f"\n{number + 1} runs, {len(kills)} kills", table(kills), *wrong, sep="\n", flush=True)
-        assert not wrong
-        if len(kills) >= count:
+        workdir = whole.workdir.with_name(f"{signalled.name}{whole.number}_{number}")
+        for _ in range(MOST_STARTS):
+            before = newest_checkpoint(workdir)
+            if not interrupt(whole, workdir, signalled, rng):
+                break
+            count += 1
+            assert newest_checkpoint(workdir) >= before
+        else:
+            pytest.fail(f"{workdir} is not complete after {MOST_STARTS} starts")
+        processes.assert_equal_runs(workdir, whole.workdir)
+        names = {path.name for path in workdir.iterdir() if path.suffix != ".old"}
+        assert names <= {path.name for path in whole.workdir.iterdir()}
+        if count >= request.config.getoption("--kills"):
             return
 
 
-def interrupt_until_complete(run: SmallRun, interrupt: Interrupt, rng: random.Random) -> tuple[list[Kill], list[str]]:
-    """Interrupt a run until it completes; return the kills and a list of failures."""
-    kills, newest = [], 0
-    for start in range(MOST_STARTS):
-        kill = interrupt(run, run.workdir.with_name(f"{run.workdir.name}_log") / str(start), rng)
-        if kill is None:
-            return kills, []
-        kills.append(kill)
-        description = f"{kill.lost_steps} steps again, {kill.statuses} after {kill.seconds:.1f} s"
-        print(f"{kill.phase} {kill.background}: {description}", flush=True)
-        before, newest = newest, newest_checkpoint(run.workdir)
-        if newest < before:
-            return kills, [f"{kill.log}: the checkpoint of step {before} is lost"]
-    return kills, [f"{run.workdir} is not complete after {MOST_STARTS} starts"]
+def interrupt(whole: Run, workdir: Path, signalled: signal.Signals, rng: random.Random) -> bool:
+    """Start a run and interrupt it at a random instant; return False if it came to its end before.
+
+    SIGKILL goes to one process or all of them, or the first kills itself at a file operation; the others then end with
+    status 1, or with 0 if they had completed. SIGTERM goes to one, and all save and end with status 75; before its
+    handler is set and after it is removed, SIGTERM acts as usual.
+    """
+    victims, operation = {rng.randrange(whole.number)}, ":0"
+    if signalled == signal.SIGKILL:
+        if rng.random() < 0.25:
+            victims = {*range(whole.number)}
+        if rng.random() < 0.3:
+            operation, victims = f"{rng.choice(OPERATIONS)}:{rng.randrange(1, MOST_OPERATIONS)}", {0, *victims}
+    started = processes.start(
+        *(whole.config, workdir, *ARGUMENTS),
+        number=whole.number,
+        module=("support.killed", operation),
+        variables=READ_PROGRAMS,
+    )
+
+    def sleep(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        processes.wait_until(lambda: time.monotonic() >= end, started)
+
+    is_early = operation == ":0" and rng.random() < 0.35
+    if operation != ":0":
+        processes.wait_until(lambda: False, started)
+    elif is_early:
+        sleep(rng.uniform(0, whole.seconds))
+    else:
+        step = min(newest_checkpoint(workdir) + rng.randint(1, 12), NUM_STEPS)
+        lines = len(processes.metrics(workdir))
+        processes.wait_until(lambda: len(processes.metrics(workdir)) != lines, started)  # of steps to be taken again
+        processes.wait_until(processes.reached(workdir, step), started)
+        sleep(rng.uniform(0, 0.1 if step < NUM_STEPS else 2))
+    for victim in victims:
+        if started[victim].poll() is None:
+            started[victim].send_signal(signalled)
+    results = processes.finish(started, MOST_SECONDS)
+    statuses = [status for status, _ in results]
+    if {statuses[victim] for victim in victims} == {0}:
+        return False
+    if signalled == signal.SIGKILL:
+        assert {status for i, status in enumerate(statuses) if i not in victims} <= {0, 1}, processes.report(results)
+    elif {*statuses} == {75}:
+        assert newest_checkpoint(workdir) == last_step(workdir), processes.report(results)
+    else:
+        assert is_early or last_step(workdir) == NUM_STEPS, processes.report(results)
+        assert {*statuses} <= {-signal.SIGTERM, 0, 1}, processes.report(results)
+    return True
 
 
-def differences(run: SmallRun, whole: SmallRun) -> list[str]:
-    """List files and arrays of a run that are not bitwise those of `whole`, and files that `whole` does not have."""
-    found = []
-    if processes.metrics(run.workdir) != processes.metrics(whole.workdir):
-        found.append(f"{run.workdir}/metrics.jsonl differs")
-    if untimed(run.workdir) != untimed(whole.workdir):
-        found.append(f"{run.workdir}/tensorboard differs")
-    mine, theirs = processes.weights(run.workdir), processes.weights(whole.workdir)
-    found += [f"{run.workdir}: {name} differs" for name in theirs if not np.array_equal(mine[name], theirs[name])]
-    names = {path.name for path in run.workdir.iterdir()} - {path.name for path in whole.workdir.iterdir()}
-    found += [f"{run.workdir / name} is left over" for name in names if not name.endswith(".old")]
-    return found
+def newest_checkpoint(workdir: Path) -> int:
+    return max((int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()), default=0)
 
 
-def untimed(workdir: Path) -> list[tuple[int, str, float]]:
-    return [value for value in events.shown(workdir) if not value[1].endswith(processes.TIMINGS)]
-
-
-def table(kills: Sequence[Kill]) -> str:
-    """Return a Markdown table with a row for each phase."""
-    lines = [
-        "| phase | kills | meanwhile a save, a prune | steps again: median, most | others end after: median, most |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for phase in PHASES:
-        phase_kills = [kill for kill in kills if kill.phase == phase]
-        background = [kill.background for kill in phase_kills]
-        steps = [kill.lost_steps for kill in phase_kills]
-        seconds = [kill.seconds for kill in phase_kills if kill.statuses]
-        lines.append(
-            f"| {phase} | {len(phase_kills)} | {background.count('save')}, {background.count('prune')} "
-            f"| {f'{statistics.median(steps):g}, {max(steps)}' if steps else ''} "
-            f"| {f'{statistics.median(seconds):.1f}, {max(seconds):.1f} s' if seconds else ''} |"
-        )
-    return "\n".join(lines)
+def last_step(workdir: Path) -> int:
+    return max((line["step"] for line in processes.metrics(workdir)), default=0)

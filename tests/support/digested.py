@@ -1,8 +1,9 @@
-"""The files of a checkpoint that have digests, and a command that trains and logs those that its process reads.
+"""The files of a checkpoint that have digests, and the trainer that logs those that each process reads.
 
-python -m support.digested FILE noloco_jax.train ARGUMENT...
+python -m support.digested FOLDER ARGUMENT...    a process logs to the file of its number
 """
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -16,17 +17,16 @@ UNLISTED = {"digests.txt", "_CHECKPOINT_METADATA"} | {
 
 
 def main() -> None:
-    _, log, module, *arguments = sys.argv
+    log = Path(sys.argv.pop(1)) / os.environ["JAX_PROCESS_ID"]
     entry = digests._entry
 
     def logged(file: Path) -> digests.Entry:
-        with Path(log).open("a") as lines:
+        with log.open("a") as lines:
             lines.write(f"{file}\n")
         return entry(file)
 
     digests._entry = logged
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module("noloco_jax.train", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class LiveIsland:
 
     def stop(self) -> None:
         self.stopping.set()
-        self._thread.join(30)
+        self._thread.join(300)
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def training(*islands: LiveIsland) -> Iterator[None]:
             island.stop()
 
 
-def wait_for(holds: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(holds: Callable[[], Any], seconds: float = 300.0) -> None:
     """Wait until a condition holds; fail after so many seconds."""
     deadline = time.monotonic() + seconds
     while not holds():

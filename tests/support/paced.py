@@ -1,22 +1,18 @@
 """A command that trains, with seconds between its steps, so that many rounds cost little and nobody waits for a core.
 
-    python -m support.paced SECONDS noloco_jax.island train ARGUMENT...
-
-An island begins without those that are not started, which it waits for otherwise.
+python -m support.paced SECONDS noloco_jax.island train ARGUMENT...
 """
 
 import runpy
 import sys
 import time
 
-from noloco_jax.islands import start
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.gradients import Batch
 
 
 def main() -> None:
     _, seconds, module, *arguments = sys.argv
-    start.TOGETHER_SECONDS = 1.0
     take = GlobalBatches.__next__
 
     def take_later(self: GlobalBatches) -> Batch:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import load_saved
-from support import platforms, tiny_model, warm
+from support import events, platforms, tiny_model, warm
 from support.paths import ROOT
 from support.ports import free_port
 from support.texts import lines_of_words
@@ -102,15 +102,16 @@ def start(
     folders: Sequence[Path] = (),
     seconds_per_step: float = 0.0,
     module: Sequence[str] = ("noloco_jax.train",),
+    variables: Mapping[str, str] | None = None,
 ) -> list[subprocess.Popen[str]]:
     """Starts the processes of a run, with so many devices each, and each in a folder of its own if they are given.
 
     A run that a test interrupts sleeps so many seconds before a step, so that it is not over before. `module` is the
-    trainer, or a program that takes its arguments after its own.
+    trainer, or a program that takes its arguments after its own. `variables` are further ones of the environment.
     """
-    place = {}
+    place = dict(variables or {})
     if number > 1:
-        place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
+        place |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
     return [
         warm.Popen(
             command(config, workdir, *arguments, seconds_per_step=seconds_per_step, module=module),
@@ -210,6 +211,19 @@ def weights(workdir: Path) -> dict[str, np.ndarray]:
     params = newest.params()
     checkpoints.close()
     return {jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree.leaves_with_path(params)}
+
+
+def assert_equal_runs(workdir: Path, other: Path) -> None:
+    """Compare metrics, what TensorBoard shows, and the weights, bitwise."""
+    assert metrics(workdir) == metrics(other)
+    mine, theirs = (
+        [value for value in events.shown(run) if not value[1].endswith(TIMINGS)] for run in (workdir, other)
+    )
+    assert mine == theirs
+    mine, theirs = weights(workdir), weights(other)
+    assert mine.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
 
 
 def assert_same_losses(workdir: Path, other: Path, since: int = 0) -> None:

@@ -78,7 +78,7 @@ async def dialler(name: str, credentials: Credentials | None, port: int, **field
         await made.close()
 
 
-async def echoed(one: Dialler, data: bytes, seconds: float = 10.0) -> bytes:
+async def echoed(one: Dialler, data: bytes, seconds: float = 60.0) -> bytes:
     async with asyncio.timeout(seconds), one.exchange("paris") as stream:
         await stream.send(pb.Frame(piece=pb.Piece(data=data)))
         return (await stream.receive()).piece.data

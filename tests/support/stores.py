@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import io
 import json
 import logging
 import subprocess
@@ -25,17 +24,9 @@ Respond = Callable[[str, list[tuple[str, str]]], Any]
 App = Callable[[dict[str, Any], Respond], Iterable[bytes]]
 
 
-_EMPTY_LIST = (
-    b'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-    b"<Name>bucket</Name><KeyCount>0</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>"
-    b"</ListBucketResult>"
-)
-
-
 class Request(NamedTuple):
     """Request to a server, `range` as (start, stop) where it was for a part of a file."""
 
-    method: str
     path: str
     query: str
     range: tuple[int, int] | None
@@ -48,10 +39,8 @@ class Server:
     Attributes:
       requests: all that came.
       faults: what happens to the next requests for parts of files, or to any with `everywhere`: an HTTP status, "cut"
-        (half of the body arrives), "short" (and no more was announced), "stall" (nothing does for `stalls` seconds) or
+        (half of the body arrives), "short" (and no more was announced), "stall" (nothing does for three seconds) or
         None.
-      lags: lists of S3 name none of the objects that were written.
-      on_request: is called with every request before it is carried out and again, with True, before it is answered.
     """
 
     def __init__(self, app: App):
@@ -59,9 +48,6 @@ class Server:
         self.requests: list[Request] = []
         self.faults: deque[int | str | None] = deque()
         self.everywhere = False
-        self.stalls = 3.0
-        self.lags = False
-        self.on_request: Callable[[Request, bool], None] = lambda request, done: None
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self.address = f"http://127.0.0.1:{self._server.server_port}"
@@ -79,45 +65,21 @@ class Server:
         headers = {key[5:].replace("_", "-").lower(): value for key, value in environ.items() if key[:5] == "HTTP_"}
         asked = headers.get("range", "").removeprefix("bytes=").split("-")
         part = (int(asked[0]), int(asked[1]) + 1) if len(asked) == 2 else None
-        method, path = environ["REQUEST_METHOD"], unquote(environ["PATH_INFO"])
-        request = Request(method, path, environ["QUERY_STRING"], part, headers)
-        self.requests.append(request)
-        self.on_request(request, False)
-        if not _read_body(environ):  # the client was killed: services drop such a request, the emulators would not
-            respond("400 Incomplete", [("Content-Length", "0")])
-            return [b""]
-        if self.lags and "list-type=2" in request.query:
-            respond("200 OK", [("Content-Type", "application/xml"), ("Content-Length", str(len(_EMPTY_LIST)))])
-            return [_EMPTY_LIST]
+        self.requests.append(Request(unquote(environ["PATH_INFO"]), environ["QUERY_STRING"], part, headers))
         fault = self.faults.popleft() if self.faults and (part or self.everywhere) else None
         if isinstance(fault, int):
             respond(f"{fault} Fault", [("Content-Length", "0")])
             return [b""]
         if fault == "stall":
-            time.sleep(self.stalls)
+            time.sleep(3.0)
         if fault not in ("cut", "short"):
-            answer = list(self._app(environ, respond))
-            self.on_request(request, True)
-            return answer
+            return list(self._app(environ, respond))
 
         def respond_short(status: str, headers: list[tuple[str, str]]) -> None:
             respond(status, [(key, str(int(v) // 2) if key == "Content-Length" else v) for key, v in headers])
 
         whole = b"".join(self._app(environ, respond_short if fault == "short" else respond))
         return [whole[: len(whole) // 2]]
-
-
-def _read_body(environ: dict[str, Any]) -> bool:
-    """Read all of a request's body; return False where the client broke off."""
-    announced = int(environ.get("CONTENT_LENGTH") or 0)
-    try:
-        body = environ["wsgi.input"].read(*([] if environ.get("wsgi.input_terminated") else [announced]))
-    except OSError:
-        return False
-    if environ.get("wsgi.input_terminated"):
-        environ["CONTENT_LENGTH"] = str(len(body))
-    environ["wsgi.input"] = io.BytesIO(body)
-    return len(body) >= announced
 
 
 # Some owner, whose signature moto does not look at; nobody else may change what is there.

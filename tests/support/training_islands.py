@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.islands import start
@@ -68,6 +69,7 @@ class World:
         return TrainState(params, inner, state.outer)
 
 
-def begin_without_the_absent(monkeypatch: Any) -> None:
-    """Let islands begin without those that a test does not start."""
-    monkeypatch.setattr(start, "TOGETHER_SECONDS", 1.0)
+def begin_without(monkeypatch: pytest.MonkeyPatch, *absent: str) -> None:
+    """Let islands begin without these, which a test starts later or never."""
+    waits_for = start._waits_for
+    monkeypatch.setattr(start, "_waits_for", lambda *known: [name for name in waits_for(*known) if name not in absent])

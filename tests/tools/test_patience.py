@@ -7,7 +7,6 @@ import pytest
 
 from noloco_jax import patience
 from noloco_jax.patience import told_if_slow
-from support.counted import in_time
 
 
 class KeptTimer(threading.Timer):
@@ -33,9 +32,8 @@ def test_a_slow_action_is_reported_once(monkeypatch, timers):
     monkeypatch.setattr(patience, "SILENT_SECONDS", 0.05)
     lines: list[str] = []
     with told_if_slow("reading", lines.append):
-        assert in_time(lambda: bool(lines))
-    (timer,) = timers
-    timer.join(30)
+        (timer,) = timers
+        timer.join(300)
     assert not timer.is_alive() and lines == ["reading"]
 
 
@@ -44,7 +42,7 @@ def test_a_fast_action_is_never_reported(timers):
     with told_if_slow("reading", lines.append):
         pass
     (timer,) = timers
-    timer.join(30)
+    timer.join(300)
     assert not timer.is_alive() and lines == []
 
 
@@ -53,5 +51,5 @@ def test_a_failed_action_is_not_reported_later(timers):
     with pytest.raises(ZeroDivisionError), told_if_slow("reading", lines.append):
         raise ZeroDivisionError
     (timer,) = timers
-    timer.join(30)
+    timer.join(300)
     assert not timer.is_alive() and lines == []

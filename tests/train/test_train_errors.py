@@ -302,7 +302,7 @@ def test_a_truncated_data_file_of_one_process_is_named_by_it_and_ends_all(config
     name, arguments = write_truncated_shard(tmp_path / "c4", shard)
     run = processes.start(config, tmp_path, *arguments, number=2)
     assert processes.wait_until(processes.reached(tmp_path, 20), run)
-    results = processes.finish(run, patience=120)
+    results = processes.finish(run)
     assert (results[reader][0], results[1 - reader][0]) == (2, 1), processes.report(results)
     [line] = error_lines(results[reader][1])
     assert name in line and f"process {reader} on" in line

@@ -21,13 +21,6 @@ def uninterrupted(config) -> Path:
     return processes.trained(config, "uninterrupted")
 
 
-def assert_same_run(workdir: Path, other: Path) -> None:
-    assert processes.metrics(workdir) == processes.metrics(other)
-    mine, theirs = processes.weights(workdir), processes.weights(other)
-    for name in theirs:
-        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
-
-
 def test_a_run_killed_at_a_step_and_during_a_save_resumes_bitwise(config, uninterrupted):
     workdir = config.parent / "killed"
 
@@ -43,18 +36,18 @@ def test_a_run_killed_at_a_step_and_during_a_save_resumes_bitwise(config, uninte
     processes.kill(run)
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
-    assert_same_run(workdir, uninterrupted)
+    processes.assert_equal_runs(workdir, uninterrupted)
 
 
 def test_a_resumed_offloaded_run_matches_the_on_device_run_bitwise(config, uninterrupted):
     workdir, offload = config.parent / "offloaded", "--config.outer.offload=True"
-    run = processes.start(config, workdir, offload)
+    run = processes.start(config, workdir, offload, seconds_per_step=0.05)
     assert processes.wait_until(processes.reached(workdir, 12), run)  # the save of step 4 ends before that of step 8
     processes.kill(run)
     [(status, output)] = processes.run(config, workdir, offload)
     assert status == 0, output
     assert "resuming from the checkpoint of step" in output
-    assert_same_run(workdir, uninterrupted)
+    processes.assert_equal_runs(workdir, uninterrupted)
 
 
 def test_a_termination_signal_saves_exits_with_status_75_and_resumes_bitwise(config, uninterrupted):
@@ -70,7 +63,7 @@ def test_a_termination_signal_saves_exits_with_status_75_and_resumes_bitwise(con
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
     assert f"resuming from the checkpoint of step {saved}" in output
-    assert_same_run(workdir, uninterrupted)
+    processes.assert_equal_runs(workdir, uninterrupted)
 
 
 def test_a_closed_stdout_pipe_neither_stops_nor_changes_the_run(config, uninterrupted):
@@ -79,7 +72,7 @@ def test_a_closed_stdout_pipe_neither_stops_nor_changes_the_run(config, uninterr
     assert run.stdout is not None
     run.stdout.close()  # also the pipe of standard error
     assert run.wait(processes.PATIENCE) == 0
-    assert_same_run(workdir, uninterrupted)
+    processes.assert_equal_runs(workdir, uninterrupted)
 
 
 @pytest.fixture
@@ -120,7 +113,7 @@ def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path)
     with terminated_in(6):
         assert train(run, tmp_path / "two") == 75
     assert train(run, tmp_path / "two") == 0
-    assert_same_run(tmp_path / "two", tmp_path / "one")
+    processes.assert_equal_runs(tmp_path / "two", tmp_path / "one")
     logged = [line["outer_steps"] for line in processes.metrics(tmp_path / "one") if "round" in line]
     assert logged == [4, 4]  # one outer step per inner step
     for weights in processes.weights(tmp_path / "one").values():
