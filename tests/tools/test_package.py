@@ -65,10 +65,11 @@ def test_the_wheel_holds_modules_configs_dashboard_page_and_type_marker_only(whe
     assert packed == modules | configs | page | {"noloco_jax/py.typed"}
 
 
-def test_the_wheels_metadata_holds_the_packages_version_and_the_readme(wheel):
+def test_the_wheels_metadata_holds_version_summary_link_and_the_readme(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
     metadata = email.message_from_bytes(wheel.read(name))
     assert metadata["Version"] == noloco_jax.__version__
+    assert metadata["Summary"] and metadata.get_all("Project-URL") == ["Paper, https://arxiv.org/abs/2506.10911"]
     payload = metadata.get_payload(decode=True)
     assert isinstance(payload, bytes) and payload.decode().strip() == (ROOT / "README.md").read_text().strip()
 
