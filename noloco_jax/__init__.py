@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from noloco_jax.config.defaults import default_config
+    from noloco_jax.config.config_file import default_config
     from noloco_jax.islands.island import Island
     from noloco_jax.outer.neighbours import RandomNeighbours
     from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
@@ -28,7 +28,7 @@ __all__ = [
 ]
 _HOMES = {
     "Island": "islands.island",
-    "default_config": "config.defaults",
+    "default_config": "config.config_file",
     "RandomNeighbours": "outer.neighbours",
     **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "outer.pairing"),
     **dict.fromkeys(("diloco", "epidemic", "noloco", "sparseloco"), "transforms"),

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -102,9 +101,9 @@ def _typed(path: str, field: FieldInfo, value: Any) -> Any:
 
 
 @functools.cache
-def known_fields() -> Mapping[str, FieldInfo]:
+def known_fields() -> dict[str, FieldInfo]:
     """Every field of a `TrainConfig` by its dotted path, see `leaf_fields`."""
-    return MappingProxyType(leaf_fields(TrainConfig))
+    return leaf_fields(TrainConfig)
 
 
 def find_field(path: str) -> FieldInfo:
@@ -121,28 +120,18 @@ def unknown_field(path: str) -> UserError:
         return UserError("unknown config field 'workdir': the folder of a run is a flag, --workdir=DIR")
     if (group := field_at(TrainConfig, path)) is not None and group.is_group:
         return UserError(f"{path!r} is a group of config fields: give one of them, {path}.NAME=VALUE")
-    known = dict.fromkeys(known_fields())
-    known |= dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)  # the groups themselves
-    group, _, leaf = path.rpartition(".")
-    parent = field_at(TrainConfig, group) if group else None
-    scores = {}
-    for name in known:
-        its_group, _, its_leaf = name.rpartition(".")
-        alike = _similarity(leaf, its_leaf)
-        may_be_there = parent is None or parent == field_at(TrainConfig, its_group)
-        if alike >= (0.65 if may_be_there else 0.9):  # who gives a group that exists rarely means another one
-            scores[name] = alike + 0.3 * _similarity(group, its_group)
-    if scores:
-        near = [name for name, score in scores.items() if score == max(scores.values())]
-        return UserError(f"unknown config field {path!r}: did you mean {' or '.join(map(repr, near))}?")
+    prefix, _, leaf = path.rpartition(".")
+    parent = field_at(TrainConfig, prefix) if prefix else None
     if parent is None or not parent.is_group or parent.by_name:
-        return UserError(f"unknown config field {path!r}: the fields there are {', '.join(fields_of(TrainConfig))}")
-    siblings = [f"{group}.{name}" for name in fields_of(parent.type)]
+        prefix, parent = "", None
+    siblings = [f"{prefix}.{name}".lstrip(".") for name in fields_of(parent.type if parent else TrainConfig)]
+    # Who gives a group that exists rarely means a field of another one.
+    for names, cutoff in ((siblings, 0.65), (known_fields(), 0.9 if prefix else 0.65)):
+        near = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in names], n=1, cutoff=cutoff)
+        if near:
+            meant = [repr(name) for name in names if name.rpartition(".")[2] == near[0]]
+            return UserError(f"unknown config field {path!r}: did you mean {' or '.join(meant)}?")
     return UserError(f"unknown config field {path!r}: the fields there are {', '.join(siblings)}")
-
-
-def _similarity(left: str, right: str) -> float:
-    return difflib.SequenceMatcher(a=left, b=right).ratio()
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ MUST_MATCH = (
     *("data.kind", "data.text_column", "data.add_bos", "data.add_eos", "data.shuffle_buffer"),
     *("data.mixture.NAME.kind", "data.mixture.NAME.text_column"),
 )
-# Fields that change no figure of a run.
+# Fields that change no figure of a run: a resume does not tell their changes.
 FREE = (
     *("outer.offload", "data.num_workers", "log_every", "log_replicas"),
     *("checkpoint_every", "keep_checkpoints", "keep_period", "elastic"),
@@ -30,19 +30,14 @@ FREE = (
 _OF_EXPERTS = ("model.num_experts", "model.experts_per_token", "model.norm_topk_prob", "model.router_aux_loss_coef")
 
 
-def on_resume(path: str, before: TrainConfig | None = None, now: TrainConfig | None = None) -> OnResume:
+def on_resume(path: str, wires: tuple[str | None, ...] = ()) -> OnResume:
     """Return what a resume with another value of a field does: it is refused, told, or goes without a word.
 
     Args:
       path: the field, with any name for an entry of a group by name.
-      before, now: the configurations; a wire format whose arrays a checkpoint has, or lacks, must match too.
+      wires: the wire formats before and now. A change to or from modulo4 is refused, as it has arrays of its own.
     """
-    if (
-        before
-        and now
-        and path == "outer.wire"
-        and (before.outer.wire in MODULO_BITS) != (now.outer.wire in MODULO_BITS)
-    ):
+    if path == "outer.wire" and len({wire in MODULO_BITS for wire in wires}) > 1:
         return "must match"
     path = re.sub(r"^(data\.mixture)\.[^.]+", rf"\1.{NAME}", path)
     if any(path == name or path.startswith(f"{name}.") for name in MUST_MATCH):
@@ -66,11 +61,11 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
     """Return the fields with different values, in their order, but those that neither configuration uses."""
     left, right = flatten(to_dict(before)), flatten(to_dict(now))
     return [
-        Change(path, left.get(path), right.get(path), on_resume(path, before, now))
+        Change(path, left.get(path), right.get(path), on_resume(path, (before.outer.wire, now.outer.wire)))
         for path in dict.fromkeys([*left, *right])
-        if field_at(TrainConfig, path) is not None
-        and left.get(path) != right.get(path)
-        and not all(_is_unused(config, path) for config in (before, now))
+        if left.get(path) != right.get(path)
+        and field_at(TrainConfig, path) is not None
+        and not (_is_unused(before, path) and _is_unused(now, path))
     ]
 
 
@@ -89,7 +84,6 @@ def _is_unused(config: TrainConfig, path: str) -> bool:
     used_with = {
         **dict.fromkeys(_OF_EXPERTS, config.model.kind != "llama"),
         "inner.momentum": config.inner.optimizer == "muon",
-        "inner.decay_share": config.inner.schedule == "wsd",
         "inner.min_lr": config.inner.schedule != "constant",
         "data.shuffle_buffer": config.data.kind != "text" or config.data.shuffle_buffer == 1,
         "mesh.routing": config.mesh.stage > 1,

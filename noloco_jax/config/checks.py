@@ -1,7 +1,6 @@
 """Checks of a configuration, in a field and between fields, as far as they need no devices and no data."""
 
 import dataclasses
-import difflib
 import math
 import re
 from typing import Any
@@ -38,17 +37,8 @@ def check_field(path: str, field: FieldInfo, value: Any) -> None:
         raise UserError(f"{path}={shown(value)} is more than {LARGEST_INT}, up to which programs count: lower it")
     if value in field.allowed:
         return
-    if value == "" and field.allowed.nonempty:
-        meaning = field.meaning[0].lower() + field.meaning[1:].removesuffix(".")
-        raise UserError(f"{path}={shown(value)} is empty: give {meaning}")
-    near = difflib.get_close_matches(value, field.allowed.choices, n=2) if isinstance(value, str) else []
-    if len({difflib.SequenceMatcher(a=word, b=str(value)).ratio() for word in near}) > 1:
-        near = near[:1]  # int3 is as near to int4 as to int8: no word is meant then
-    raise UserError(
-        f"{path}={shown(value)} is unknown: did you mean {near[0]!r}?"
-        if len(near) == 1
-        else f"{path}={shown(value)} is not allowed: give {field.allowed}"
-    )
+    one_of = "one of " if field.allowed.choices else ""
+    raise UserError(f"{path}={shown(value)} is not allowed: give {one_of}{field.values}")
 
 
 def _need_multiple(of_path: str, of: int, by_path: str, by: int) -> None:

@@ -1,5 +1,6 @@
-"""Read a config file: Python with a `get_config()`, or the JSON record of a run."""
+"""Config files: the defaults that they begin with, and their reading, in Python or as the JSON record of a run."""
 
+import dataclasses
 import difflib
 import importlib.util
 import inspect
@@ -9,8 +10,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict, FrozenConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config.schema import FieldInfo, fields_of
 from noloco_jax.errors import UserError, described, tell
 
 
@@ -105,3 +108,29 @@ def _where(path: str, error: BaseException) -> str:
     """The last line of the file itself that led to the error."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
     return f" line {lines[-1]}" if lines else ""
+
+
+def default_config() -> Any:
+    """Return the `ConfigDict` that a config file begins with: every field at its default, locked against others.
+
+    Fields that are None here take the method's own default, or none. `config.get_ref` and `get_oneway_ref` make fields
+    that follow others, whatever flags set these to. A source of `data.mixture` is given as
+    `config.data.mixture.NAME = dict(kind=..., path=..., weight=...)`.
+    """
+    config: Any = _defaults(TrainConfig).lock()
+    config.data.mixture.unlock()
+    return config
+
+
+def _defaults(cls: type) -> ConfigDict:
+    return ConfigDict({name: _default(field) for name, field in fields_of(cls).items()})
+
+
+def _default(field: FieldInfo) -> Any:
+    if field.by_name:
+        return ConfigDict()
+    if field.is_group:
+        return _defaults(field.type)
+    if field.default is None or field.default is dataclasses.MISSING:
+        return config_dict.placeholder(field.type)
+    return field.default

@@ -19,11 +19,9 @@ class RopeScaling:
 
     factor: float = setting(MISSING, "Divisor of the low frequencies.", above=0)
     low_freq_factor: float = setting(
-        MISSING, "Turns in the original context; a frequency with fewer is divided by the whole factor.", above=0
+        MISSING, "Turns in the original context, below which factor applies whole.", above=0
     )
-    high_freq_factor: float = setting(
-        MISSING, "Turns in the original context; a frequency with more is not scaled.", above=0
-    )
+    high_freq_factor: float = setting(MISSING, "Turns in the original context, above which nothing is scaled.", above=0)
     original_max_position_embeddings: int = setting(MISSING, "Context length in tokens before the scaling.", minimum=1)
 
 
@@ -32,42 +30,31 @@ class ModelConfig:
     """Architecture and precision of the model that every replica trains."""
 
     kind: str = setting(
-        "llama",
-        "The model: llama, moe (a mixture of experts) or a class of one's own as my_package.my_module:MyModel.",
-        nonempty=True,
+        "llama", "llama, moe (mixture of experts) or a class: my_package.my_module:MyModel.", nonempty=True
     )
     hidden_size: int = setting(256, "Width of the residual stream.", minimum=1)
     intermediate_size: int = setting(1024, "Width of the feed-forward layers, in moe of one expert.", minimum=1)
-    num_layers: int = setting(4, "Number of transformer layers.", minimum=1)
+    num_layers: int = setting(4, "Transformer layers.", minimum=1)
     num_heads: int = setting(4, "Attention heads per layer.", minimum=1)
-    num_kv_heads: int = setting(4, "Key and value heads per layer, shared by the attention heads.", minimum=1)
-    head_dim: int | None = setting(None, "Width of a head; None: hidden_size over num_heads.", minimum=2)
-    qkv_bias: bool = setting(False, "Add learned biases to queries, keys and values, as Qwen 2 does.")
-    qk_norm: bool = setting(False, "Normalize the queries and keys of each head by RMSNorm, as Qwen 3 does.")
-    sliding_window: int | None = setting(
-        None,
-        "Last tokens, itself among them, to which a token attends in every layer, as in Mistral; None: all.",
-        minimum=1,
-    )
-    num_experts: int = setting(8, "Experts of each layer (moe only).", minimum=1)
-    experts_per_token: int = setting(2, "Experts that a layer's router sends a token to (moe only).", minimum=1)
-    norm_topk_prob: bool = setting(True, "Scale the weights of a token's experts to a sum of one (moe only).")
-    router_aux_loss_coef: float = setting(
-        0.01, "Factor of the load-balancing loss, which training adds to the token loss (moe only).", minimum=0
-    )
-    vocab_size: int = setting(259, "Number of token ids; the byte tokenizer has 259.", minimum=1)
+    num_kv_heads: int = setting(4, "Key and value heads per layer.", minimum=1)
+    head_dim: int | None = setting(None, "Width of a head; None: hidden_size / num_heads.", minimum=2)
+    qkv_bias: bool = setting(False, "Add biases to queries, keys and values, as Qwen 2.")
+    qk_norm: bool = setting(False, "Normalize each head's queries and keys, as Qwen 3.")
+    sliding_window: int | None = setting(None, "Tokens attended to, itself among them; None: all.", minimum=1)
+    num_experts: int = setting(8, "Experts per layer (moe).", minimum=1)
+    experts_per_token: int = setting(2, "Experts per token (moe).", minimum=1)
+    norm_topk_prob: bool = setting(True, "Scale a token's expert weights to a sum of one (moe).")
+    router_aux_loss_coef: float = setting(0.01, "Factor of the load-balancing loss in training (moe).", minimum=0)
+    vocab_size: int = setting(259, "Number of token ids.", minimum=1)
     rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", above=0)
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = setting(1e-5, "Number added to the mean square in RMSNorm.", above=0)
-    tie_embeddings: bool = setting(False, "Use the token embedding's matrix as the output layer too.")
+    norm_eps: float = setting(1e-5, "Added to RMSNorm's mean square.", above=0)
+    tie_embeddings: bool = setting(False, "Use the token embedding as the output layer too.")
     dtype: str = setting("float32", "Dtype of activations and matrix products.", choices=("float32", "bfloat16"))
-    param_dtype: str = setting(
-        "float32", "Dtype of the weights that the inner optimizer updates.", choices=("float32", "bfloat16")
-    )
+    param_dtype: str = setting("float32", "Dtype of the weights.", choices=("float32", "bfloat16"))
     remat: str = setting(
         "none",
-        "Rematerialization in the backward pass: none, full layers, all but matrix products (dots), or whole "
-        "pipeline stages (stage).",
+        "Recomputed in the backward pass: nothing, whole layers, all but matrix products, whole stages.",
         choices=("none", "full", "dots", "stage"),
     )
 
@@ -88,36 +75,26 @@ class InnerConfig:
 
     optimizer: str = setting(
         "adam",
-        "Inner optimizer; muon updates the layers' matrices by Muon, and embedding, head and norms by AdamW.",
+        "Optimizer; muon leaves embedding, head and norms to AdamW.",
         choices=("adam", "adamw", "muon"),
     )
     lr: float = setting(6e-4, "Learning rate after the warmup.", above=0)
-    adam_lr: float | None = setting(
-        None,
-        "Learning rate of the weights that AdamW updates beside muon, on the same schedule; None: a tenth of inner.lr.",
-        above=0,
-    )
-    min_lr: float = setting(6e-5, "Learning rate at the end of the run, unless the schedule is constant.", minimum=0)
-    warmup_steps: int = setting(20, "Inner steps of the linear warmup to inner.lr.", minimum=0)
+    adam_lr: float | None = setting(None, "AdamW's learning rate beside muon; None: a tenth of inner.lr.", above=0)
+    min_lr: float = setting(6e-5, "Learning rate at the end, unless constant.", minimum=0)
+    warmup_steps: int = setting(20, "Inner steps of the linear warmup.", minimum=0)
     schedule: str = setting(
         "cosine",
-        "Learning rate after the warmup: a cosine decay to min_lr, constant and then a linear decay to min_lr (wsd), "
-        "or constant.",
+        "Learning rate after the warmup: cosine decay to min_lr; level, then linear decay over the last fifth of the "
+        "run (wsd); constant.",
         choices=("cosine", "wsd", "constant"),
     )
-    decay_share: float = setting(0.2, "Share of num_steps over which wsd decays the learning rate.", above=0, below=1)
-    clip_norm: float = setting(
-        1.0, "Gradient clipping: largest global norm of a replica's gradient; 0: no clipping.", minimum=0
-    )
-    b1: float = setting(0.9, "Adam's decay rate per step of the first moment.", minimum=0, below=1)
-    b2: float = setting(0.999, "Adam's decay rate per step of the second moment.", minimum=0, below=1)
-    eps: float = setting(1e-8, "Number added to the square root of Adam's second moment.", above=0)
-    momentum: float = setting(0.95, "Muon's decay rate per step of its momentum.", minimum=0, below=1)
+    clip_norm: float = setting(1.0, "Largest norm of a replica's gradient; 0: no clipping.", minimum=0)
+    b1: float = setting(0.9, "Adam's decay rate of the first moment.", minimum=0, below=1)
+    b2: float = setting(0.999, "Adam's decay rate of the second moment.", minimum=0, below=1)
+    eps: float = setting(1e-8, "Added to the root of Adam's second moment.", above=0)
+    momentum: float = setting(0.95, "Muon's decay rate of its momentum.", minimum=0, below=1)
     weight_decay: float = setting(
-        0.0,
-        "Decoupled weight decay of all weights, norms and embedding too, multiplied by the learning rate (adamw and "
-        "muon only).",
-        minimum=0,
+        0.0, "Decoupled weight decay of all weights, times the learning rate (adamw, muon).", minimum=0
     )
 
 
@@ -125,71 +102,49 @@ class InnerConfig:
 class OuterConfig:
     """Outer step between replicas, every `sync_every` inner steps; `ddp` and `local` have none.
 
-    Each method has its own defaults for some of these fields, in its row in `methods.py`. A `TrainConfig` fills in
-    those that its method uses; the others stay None. A config file's values of these fields are for the file's method:
-    where a flag names another method, that method's defaults hold, except for fields that flags set too.
+    Methods have [defaults of their own](#defaults-by-method) for some fields, which a `TrainConfig` fills in; those of
+    other methods stay None. Where a flag names another method than the file's, the file's values of these fields are
+    dropped.
     """
 
     lr: float = setting(None, "Outer learning rate, the paper's beta.", above=0)
     momentum: float = setting(None, "Outer momentum, the paper's alpha.", minimum=0, below=1)
     momentum_of: str = setting(
         None,
-        "Quantity that outer momentum accumulates: steps (whole outer steps, as in the paper) or corrections (what "
-        "peers contributed, which leaves the replicas' mean unchanged; noloco only).",
+        "Quantity that momentum accumulates: outer steps, as in the paper, or peers' corrections, which keep the "
+        "replicas' mean (noloco).",
         choices=("steps", "corrections"),
     )
     consensus: float | None = setting(
-        None,
-        "Strength of the pull towards the group's mean, the paper's gamma; None: equal to outer.lr (noloco only).",
-        minimum=0,
+        None, "Pull towards the group's mean, the paper's gamma; None: outer.lr (noloco).", minimum=0
     )
-    sync_every: int = setting(None, "Inner steps from one outer step to the next.", minimum=1)
-    group_size: int = setting(None, "Replicas per group that averages in an outer step (noloco only).", minimum=1)
+    sync_every: int = setting(None, "Inner steps between outer steps.", minimum=1)
+    group_size: int = setting(None, "Replicas that average together (noloco).", minimum=1)
     order: str = setting(
         None,
-        "Order of pairings: shuffled passes over their pool, independent draws, as in the paper, or a hypercube, where "
-        "any log2(num_replicas) rounds in a row average all replicas (powers of two; noloco only).",
+        "Pairings in shuffled passes, independent draws, as in the paper, or a hypercube: log2(num_replicas) rounds "
+        "average all (powers of two; noloco).",
         choices=("passes", "independent", "hypercube"),
     )
-    nesterov: bool = setting(None, "Use Nesterov momentum, as in DiLoCo's own paper; False: heavy ball (diloco only).")
+    nesterov: bool = setting(None, "Nesterov momentum; False: heavy ball (diloco).")
     wire: str = setting(
         None,
-        "Wire format of messages between replicas; the int and modulo formats quantize blocks of weights (noloco and "
-        "epidemic; modulo: noloco only, and it must match).",
+        "Format of messages; int and modulo quantize blocks of weights (noloco, epidemic; modulo4: noloco\\*).",
         choices=WIRES,
     )
     state_dtype: str = setting("float32", "Dtype of slow weights and outer momentum.", choices=("float32", "bfloat16"))
     fragments: int = setting(
-        1,
-        "Equal parts of the parameters, each with an outer step of its own in every sync_every inner steps; a divisor "
-        "of model.hidden_size.",
-        minimum=1,
+        1, "Equal parts of the weights with outer steps of their own; a divisor of model.hidden_size.", minimum=1
     )
     delay: int = setting(
-        0,
-        "Inner steps from an outer step until the peers' contribution is applied; exchange and training overlap, over "
-        "the hosts where replicas are on several devices; at most sync_every.",
-        minimum=0,
+        0, "Inner steps until peers' contributions are applied, while training goes on; at most sync_every.", minimum=0
     )
-    final_merge: bool = setting(False, "Replace the weights of all replicas by their mean at the end.")
+    final_merge: bool = setting(False, "Give all replicas their mean at the end.")
     neighbours: int | None = setting(
-        None,
-        "Peers to which a replica sends its weights in an outer step, and as many from which it receives; None: log2 "
-        "of num_replicas, rounded up (epidemic only).",
-        minimum=1,
+        None, "Peers to send to in an outer step; None: log2 of num_replicas, rounded up (epidemic).", minimum=1
     )
-    error_decay: float = setting(
-        None,
-        "Decay per outer step of the error feedback, the movement not sent yet; SparseLoCo's beta (sparseloco only).",
-        minimum=0,
-        below=1,
-    )
-    top_k: int = setting(
-        None,
-        "Entries sent per chunk of 4096 weights, rounded up to a multiple of 4 (sparseloco only).",
-        minimum=1,
-        below=4097,
-    )
+    error_decay: float = setting(None, "Decay of unsent changes per outer step (sparseloco).", minimum=0, below=1)
+    top_k: int = setting(None, "Entries sent of 4096, in multiples of 4 (sparseloco).", minimum=1, below=4097)
     offload: bool = setting(False, "Keep slow weights and outer momentum in host memory between outer steps.")
 
 
@@ -199,24 +154,13 @@ _TEXT_COLUMN = "text"
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """A source of `data.mixture`, under any NAME; by default there is none.
+    """A source of `data.mixture`, under any NAME; its fields are those of `data`. By default there is none."""
 
-    The fields have the meaning of those of `data`.
-    """
-
-    kind: str = setting(MISSING, "Format of the files under its path, as for data.kind.", choices=DATA_KINDS)
-    weight: float = setting(
-        MISSING, "Share of the training and validation tokens, relative to the weights of the other sources.", above=0
-    )
-    path: str = setting("", "File or folder of the source's training documents.")
-    validation_path: str = setting(
-        "",
-        "File or folder of the source's validation documents; empty: those found beside its path or held out of it, "
-        "which a resume of a run that held out its own requires.",
-    )
-    text_column: str = setting(
-        _TEXT_COLUMN, "The field of a JSON line or the Parquet column that holds the source's text.", nonempty=True
-    )
+    kind: str = setting(MISSING, "Same as data.kind.", choices=DATA_KINDS)
+    weight: float = setting(MISSING, "Share of the tokens, relative to the other sources.", above=0)
+    path: str = setting("", "Same as data.path.")
+    validation_path: str = setting("", "Same as data.validation_path.")
+    text_column: str = setting(_TEXT_COLUMN, "Same as data.text_column.", nonempty=True)
 
 
 @dataclass(frozen=True)
@@ -225,77 +169,45 @@ class DataConfig:
 
     kind: str = setting(
         "text",
-        "Format of the files under data.path: C4's gzipped JSON lines, JSON lines under any name, Parquet files, or "
-        "text files; mixture: the sources are in data.mixture.",
+        "Files: C4's gzipped JSON lines, any JSON lines, Parquet, text; mixture: those of data.mixture.",
         choices=(*DATA_KINDS, "mixture"),
     )
-    path: str = setting(
-        "", "File or folder of the training documents; or its address, hf://, s3://, gs:// or https://."
-    )
+    path: str = setting("", "Training file or folder, or its address (hf://, s3://, gs://, https://).")
     validation_path: str = setting(
         "",
-        "File, folder or address of the validation documents; empty: those found beside data.path or held out of it, "
-        "which a resume of a run that held out its own requires.",
+        "Validation file, folder or address; empty: found beside data.path or held out of it, as at every resume.",
     )
     text_column: str = setting(
         _TEXT_COLUMN,
-        "The field of a JSON line or the Parquet column that holds a document's text; a name other than text takes "
-        "precedence over columns of tokens.",
+        "JSON field or Parquet column of the text; other names than text come before tokens.",
         nonempty=True,
     )
-    tokenizer: str = setting(
-        "byte",
-        "'byte' (a token per byte), or the name or folder of a transformers tokenizer, or the folder's address.",
-        nonempty=True,
-    )
-    add_bos: bool = setting(True, "Begin each document with the tokenizer's BOS token.")
-    add_eos: bool = setting(True, "End each document with the tokenizer's EOS token.")
+    tokenizer: str = setting("byte", "byte, or a transformers tokenizer's name, folder or address.", nonempty=True)
+    add_bos: bool = setting(True, "Begin documents with BOS.")
+    add_eos: bool = setting(True, "End documents with EOS.")
     sequence_length: int = setting(
-        256,
-        "Tokens per sequence; a run on text resumes only with one that cuts its files into the same pieces.",
-        minimum=1,
+        256, "Tokens per sequence; of text it must cut the same pieces at a resume.", minimum=1
     )
     batch_size: int = setting(8, "Sequences per replica and inner step.", minimum=1)
-    document_mask: bool = setting(
-        False, "Restrict attention to a token's own document; a document's first token is then no label."
-    )
-    num_workers: int = setting(
-        0,
-        "Processes that tokenize for all replicas that a process of the run reads; 0: a thread each does it.",
-        minimum=0,
-    )
-    shuffle_buffer: int = setting(
-        1000, "Documents of a shuffle window, of text all; 1 keeps the files' order.", minimum=1
-    )
+    document_mask: bool = setting(False, "Attend within a document alone; its first token is then no label.")
+    num_workers: int = setting(0, "Tokenizing processes per process of the run; 0: threads.", minimum=0)
+    shuffle_buffer: int = setting(1000, "Documents of a shuffle window, of text all; 1: the files' order.", minimum=1)
     on_bad_shard: str = setting(
-        "stop",
-        "Action at a file that does not decode: stop the run, or skip the rest of the file with a warning.",
-        choices=("stop", "skip"),
+        "stop", "Damaged files: stop, or skip the rest of one with a warning.", choices=("stop", "skip")
     )
     mixture: Entries[SourceConfig] = NO_ENTRIES
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis of the mesh, and the routing of micro-batches through it."""
+    """Devices along each axis of the mesh; of one that is -1, all that the others leave. Routing between stages."""
 
-    replica: int = setting(
-        -1, "Devices that the replicas are divided among; -1: all that the other axes leave.", minimum=1, besides=-1
-    )
+    replica: int = setting(-1, "Devices to divide the replicas among.", minimum=1, besides=-1)
     stage: int = setting(1, "Pipeline stages per replica.", minimum=1)
-    fsdp: int = setting(
-        1,
-        "Devices that shard a replica's weights and its batch; -1: all that the other axes leave.",
-        minimum=1,
-        besides=-1,
-    )
-    tensor: int = setting(
-        1, "Devices that shard every layer's matrix products; -1: all that the other axes leave.", minimum=1, besides=-1
-    )
+    fsdp: int = setting(1, "Devices that shard a replica's weights and batch.", minimum=1, besides=-1)
+    tensor: int = setting(1, "Devices that shard each layer's matrix products.", minimum=1, besides=-1)
     routing: str = setting(
-        "random",
-        "Replica whose next stage a micro-batch enters: a random one, or always its own (fixed).",
-        choices=("random", "fixed"),
+        "random", "Replica whose next stage a micro-batch enters; fixed: its own.", choices=("random", "fixed")
     )
 
 
@@ -305,48 +217,35 @@ class TrainConfig:
 
     method: str = setting(
         "noloco",
-        "Method of averaging: small groups, random peers, all replicas, gradients at every step, or none (local).",
+        "Averaging: of small groups, of all, of random peers, of all's largest changes, of gradients, none.",
         choices=tuple(METHODS),
     )
     num_replicas: int = setting(4, "Number of replicas.", minimum=1, below=2**14)
     num_steps: int = setting(1000, "Inner steps of the run.", minimum=1)
     seed: int = setting(0, "Seed of initial weights, data order and pairings.", minimum=0, below=2**64)
-    num_microbatches: int = setting(1, "Micro-batches of a replica's batch, computed one after another.", minimum=1)
+    num_microbatches: int = setting(1, "Parts of a replica's batch, computed in turn.", minimum=1)
     model: ModelConfig = ModelConfig()
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
-    eval_every: int = setting(
-        500,
-        "Inner steps from one evaluation to the next; the run always ends with one, and 0 leaves out all others.",
-        minimum=0,
-    )
+    eval_every: int = setting(500, "Inner steps between evaluations; 0: only at the end.", minimum=0)
     eval_batches: int = setting(16, "Validation batches per evaluation.", minimum=1)
-    log_every: int = setting(10, "Inner steps from one line of training metrics to the next.", minimum=1)
-    checkpoint_every: int = setting(
-        500, "Inner steps from one checkpoint to the next; the run always ends with one.", minimum=1
-    )
-    keep_checkpoints: int = setting(2, "Number of newest checkpoints to keep.", minimum=1)
+    log_every: int = setting(10, "Inner steps between lines of metrics.", minimum=1)
+    checkpoint_every: int = setting(500, "Inner steps between checkpoints; the end has one too.", minimum=1)
+    keep_checkpoints: int = setting(2, "Newest checkpoints to keep.", minimum=1)
     keep_period: int = setting(
-        0,
-        "Inner steps from one permanent checkpoint to the next, a multiple of checkpoint_every; 0: none is permanent.",
-        minimum=0,
+        0, "Inner steps between permanent checkpoints, a multiple of checkpoint_every; 0: none.", minimum=0
     )
     elastic: str = setting(
         "",
-        "Resume with another num_replicas: merge several replicas into one or keep only some, for fewer; copy "
-        "replicas, for more; empty: refuse.",
+        "Resume with another num_replicas: merge or keep some, for fewer; copy, for more; empty: refuse.",
         choices=("", "merge", "keep", "copy"),
     )
-    init_from: str = setting(
-        "",
-        "Hugging Face folder of the initial weights, or its address; empty: random weights, and at a resume always "
-        "permitted.",
-    )
-    sample_prompt: str = setting("", "Prompt that the merged model continues at the end of the run.")
-    sample_tokens: int = setting(0, "Tokens to generate after sample_prompt; 0: none.", minimum=0)
-    log_replicas: bool = setting(False, "Log the loss of each replica in the training metrics.")
+    init_from: str = setting("", "Hugging Face folder or address of initial weights; empty: random, or a resume.")
+    sample_prompt: str = setting("", "Prompt that the merged model continues at the end.")
+    sample_tokens: int = setting(0, "Tokens to generate after sample_prompt.", minimum=0)
+    log_replicas: bool = setting(False, "Log each replica's training loss.")
 
     def __post_init__(self) -> None:
         """Fill the method's own fields that are not given from its defaults."""

@@ -26,7 +26,7 @@ from noloco_jax.config.schema import FieldInfo, shown
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHOD_FIELDS, defaults_of
 
-_OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>[^=]+)(=(?P<text>.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
@@ -76,41 +76,34 @@ def _assign(config: ConfigDict, path: str, value: Any) -> None:
 
 def _parse_override(argument: str) -> tuple[str, Any]:
     """The dotted path that an override sets, and the value."""
-    match = _match_override(argument)
-    if match is None:
-        raise UserError(f"{argument!r} is not of the form --config.FIELD=VALUE")
-    path, text = match["path"], match["text"]
-    if text is None:
-        return path, match["no"] is None
-    return path, _parse_value(path, find_field(path), text)
+    override = _split_override(argument)
+    if override is None:
+        raise UserError(f"{shown(argument)} is not of the form --config.FIELD=VALUE")
+    path, field, text = override
+    if text is None and field.type is bool:
+        return path, True
+    if text == "None" and field.optional:
+        return path, None
+    try:
+        value = _BOOLS[str(text).lower()] if field.type is bool else field.type(str(text))
+    except (KeyError, ValueError):
+        given = argument if argument.isprintable() and len(argument) < 200 else shown(argument)
+        raise UserError(f"{given}: expected {'true or false' if field.type is bool else field.type_name}") from None
+    check_field(path, field, value)  # before other fields are computed from it
+    return path, value
 
 
-def _match_override(argument: str) -> re.Match[str] | None:
-    """The parts of `--config.FIELD[=VALUE]` or `--noconfig.FIELD`, None of any other argument."""
+def _split_override(argument: str) -> tuple[str, FieldInfo, str | None] | None:
+    """The path, the field and the text of `--config.FIELD[=VALUE]`, None of any other argument."""
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
         return None
-    path, text = match["path"], match["text"]
+    path, text = match.groups()
     field = find_field(path)
     if field.is_group and not (field.optional and text == "None"):
         inside = f"--config.{path}.NAME.FIELD=VALUE" if field.by_name else f"--config.{path}.FIELD=VALUE"
         raise UserError(f"--config.{path} is a group: set one of its fields, such as {inside}")
-    if match["no"] and (field.type is not bool or text is not None):
-        raise UserError(f"{argument}: --no is for fields that are true or false: give --config.{path}=VALUE")
-    return match
-
-
-def _parse_value(path: str, field: FieldInfo, text: str) -> Any:
-    if text == "None" and field.optional:
-        return None
-    try:
-        value = _BOOLS[text.lower()] if field.type is bool else field.type(text)
-    except (KeyError, ValueError):
-        argument = f"--config.{path}={text}"
-        given = argument if argument.isprintable() and len(argument) < 200 else shown(argument)
-        raise UserError(f"{given}: expected {'true or false' if field.type is bool else field.type_name}") from None
-    check_field(path, field, value)  # before other fields are computed from it
-    return value
+    return path, field, text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,28 +114,18 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        if unknown := re.match(r"unrecognized arguments: (\S+)", message):
-            raise UserError(f"unknown argument {unknown[1]!r}: {self._meant(unknown[1]) or 'see --help'}")
-        if "required" in message:  # of a flag that is there under a wrong name
-            for argument in self._given:
-                name = argument.partition("=")[0]
-                if (
-                    name.startswith("--")
-                    and name not in self._option_string_actions
-                    and (meant := self._meant(argument))
-                ):
-                    raise UserError(f"unknown argument {argument!r}: {meant}")
-        raise UserError(message)
-
-    def _meant(self, argument: str) -> str | None:
-        """Return a question for the flag that may have been meant."""
-        name, equals, value = argument.partition("=")
-        path = name.lstrip("-")
-        if "--config" in self._option_string_actions and path in known_fields():
-            return f"did you mean '--config.{path}{equals}{value}'?"
-        flags = {flag.replace("_", ""): flag for flag in self._option_string_actions}
-        near = difflib.get_close_matches(name.replace("_", ""), flags, n=1)
-        return f"did you mean {flags[near[0]]!r}?" if near else None
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        # A flag that is required may be there under a wrong name.
+        wrong = [unknown[1]] if unknown else [given for given in self._given if given.startswith("--")]
+        for argument in wrong if unknown or "required" in message else []:
+            name, equals, value = argument.partition("=")
+            flags = {flag.replace("_", ""): flag for flag in self._option_string_actions if flag != name}
+            near = difflib.get_close_matches(name.replace("_", ""), flags, n=1)
+            if "--config" in self._option_string_actions and (path := name.lstrip("-")) in known_fields():
+                raise UserError(f"unknown argument {argument!r}: did you mean '--config.{path}{equals}{value}'?")
+            if near and name not in self._option_string_actions:
+                raise UserError(f"unknown argument {argument!r}: did you mean {flags[near[0]]!r}?")
+        raise UserError(f"unknown argument {unknown[1]!r}: see --help" if unknown else message)
 
 
 def make_parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
@@ -191,12 +174,12 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `argv` into (overrides, the rest); `--config.FIELD VALUE` becomes `--config.FIELD=VALUE`."""
     overrides, rest, arguments = [], [], iter(argv)
     for argument in arguments:
-        match = _match_override(argument)
-        if match is None:
+        override = _split_override(argument)
+        if override is None:
             rest.append(argument)
             continue
-        path = match["path"]
-        if match["text"] is None and find_field(path).type is not bool:
+        path, field, text = override
+        if text is None and field.type is not bool:
             value = next(arguments, None)
             if value is None:
                 raise UserError(f"--config.{path} has no value: give --config.{path}=VALUE")
@@ -212,10 +195,9 @@ def _fields_help() -> str:
         "(as tables: configs/FIELDS.md in the repository):",
     ]
     for path, field in known_fields().items():
-        values = ", ".join(filter(None, (field.type_name, str(field.allowed))))
         default = "" if field.default is dataclasses.MISSING else f" (default {_default_of(path, field)})"
         resume = ", must match on resume" if on_resume(path) == "must match" else ""
-        lines.append(f"  {path}  {values}{default}{resume}")
+        lines.append(f"  {path}  {field.values}{default}{resume}")
         lines.append(textwrap.indent(textwrap.fill(field.meaning, 100), " " * 6))
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 
-from noloco_jax.config.changes import on_resume
+from noloco_jax.config.changes import FREE, on_resume
 from noloco_jax.config.checks import LARGEST_INT
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import NAME, FieldInfo, fields_of
@@ -18,13 +18,8 @@ _HEAD = f"""# Fields of the configuration
 Made by `python -m noloco_jax.config.reference > configs/FIELDS.md`; edit `noloco_jax/config/fields.py` instead.
 
 `config.outer.sync_every = 25` in a config file or the flag `--config.outer.sync_every=25` sets a field. Numbers are
-finite, and integers without another upper bound are at most {LARGEST_INT}. With another value at a resume from a
-checkpoint,
-
-* "must match": the run is refused,
-* "may change": the run resumes and prints the change,
-* "free": the run resumes without a message."""
-_BY_METHOD = "[by the method](#defaults-by-method)"
+finite, integers at most {LARGEST_INT}. A resume refuses other values of fields marked \\*. It prints other changes,
+except of {", ".join(f"`{path}`" for path in FREE)}."""
 
 
 def page() -> str:
@@ -37,10 +32,8 @@ def _sections(path: str, group: FieldInfo) -> Iterator[str]:
     """Yield a section with the fields of the group at a dotted path, then those of the groups in it."""
     infos = {f"{path}.{name}".lstrip("."): info for name, info in fields_of(group.type).items()}
     rows = [_row(inside, info) for inside, info in infos.items() if not info.is_group]
-    meaning = inspect.cleandoc(group.type.__doc__ or "") + (
-        "\n\nThe group is None by default." if group.optional else ""
-    )
-    table = _table(["field", "type", "default", "values", "at a resume", "meaning"], rows)
+    meaning = inspect.cleandoc(group.type.__doc__ or "") + (" None by default." if group.optional else "")
+    table = _table(["field", "default", "values", "meaning"], rows)
     yield f"## {f'`{path}`' if path else 'Top level'}\n\n{meaning}\n\n{table}"
     for inside, info in infos.items():
         if info.is_group:
@@ -48,23 +41,22 @@ def _sections(path: str, group: FieldInfo) -> Iterator[str]:
 
 
 def _row(path: str, info: FieldInfo) -> list[str]:
+    default = "required" if info.default is dataclasses.MISSING else f"`{info.default!r}`"
     if path.startswith("outer.") and path.removeprefix("outer.") in METHOD_FIELDS:
-        default = _BY_METHOD
-    else:
-        default = "required" if info.default is dataclasses.MISSING else f"`{info.default!r}`"
-    return [f"`{path}`", info.type_name, default, str(info.allowed), on_resume(path), info.meaning]
+        default, info = "by method", dataclasses.replace(info, optional=False)
+    mark = "\\*" if on_resume(path) == "must match" else ""
+    return [f"`{path.rpartition('.')[2]}`{mark}", default, info.values, info.meaning]
 
 
 def _methods() -> str:
     """Return the section with each method's defaults."""
-    rows = [
-        [f"`outer.{name}`", *(f"`{row.defaults[name]!r}`" if name in row.defaults else "" for row in METHODS.values())]
-        for name in METHOD_FIELDS
+    rows = {name: row.defaults for name, row in METHODS.items() if row.defaults}
+    cells = [
+        [f"`{field}`", *(f"`{own[field]!r}`" if field in own else "" for own in rows.values())]
+        for field in METHOD_FIELDS
     ]
-    table = _table(["field", *(f"`{name}`" for name in METHODS)], rows)
-    return (
-        f"## Defaults by method\n\nA method does not use a field of this table that it has no default for.\n\n{table}"
-    )
+    table = _table(["field", *(f"`{name}`" for name in rows)], cells)
+    return f"## Defaults by method\n\nA method uses those of these fields of `outer` that have a default.\n\n{table}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

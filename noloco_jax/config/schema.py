@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 NAME = "NAME"  # stands in a dotted path for the name that the user gives to an entry
 T = TypeVar("T")
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Allowed:
-    """Values of its type that a field takes. Printed, it completes "give ...".
+    """Values of its type that a field takes. Printed, it is their range.
 
     Attributes:
       choices: the words that it takes; none: any.
@@ -44,15 +44,9 @@ class Allowed:
         )
 
     def __str__(self) -> str:
-        if self.choices:
-            return "one of " + ", ".join(word or "''" for word in self.choices)
-        bounds = {
-            f"{self.minimum} or more": self.minimum is not None,
-            f"more than {self.above}": self.above is not None,
-            f"less than {self.below}": self.below is not None,
-            "a text that is not empty": self.nonempty,
-        }
-        text = " and ".join(bound for bound, holds in bounds.items() if holds)
+        bounds = {">=": self.minimum, ">": self.above, "<": self.below}
+        parts = [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
+        text = " and ".join(parts + ["not empty"] * self.nonempty)
         return text if self.besides is None else f"{text}, or {self.besides}"
 
 
@@ -85,20 +79,20 @@ class FieldInfo:
         """Name for messages, such as "float" or "float or None"."""
         return self.type.__name__ + (" or None" if self.optional else "")
 
+    @property
+    def values(self) -> str:
+        """Its choices, or its type and range, such as "int >= 1"."""
+        given = (
+            ", ".join(word or "''" for word in self.allowed.choices) or f"{self.type.__name__} {self.allowed}".strip()
+        )
+        return given + (" or None" if self.optional and not self.allowed.choices else "")
+
 
 class Entries(dict[str, T]):
-    """Groups of fields by name. It cannot be changed, so that a configuration that holds it can be hashed."""
+    """Groups of fields by name, which nothing changes once it is made, so that a configuration can be hashed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (dict(self),)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("a configuration cannot be changed")
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
 
 NO_ENTRIES: Entries[Any] = Entries()
@@ -126,13 +120,12 @@ def fields_of(cls: type) -> Mapping[str, FieldInfo]:
     annotations = typing.get_type_hints(cls)
     infos = {}
     for entry in dataclasses.fields(cls):
-        kind, optional = _without_none(annotations[entry.name])
-        by_name = typing.get_origin(kind) is Entries
-        if by_name:
-            (kind,) = typing.get_args(kind)
-        optional = optional or entry.default is None  # also where None does not outlive the configuration's building
-        infos[entry.name] = FieldInfo(kind, optional, entry.default, **entry.metadata, by_name=by_name)
-    return types.MappingProxyType(infos)
+        annotation = annotations[entry.name]
+        kinds = typing.get_args(annotation) or (annotation,)  # of `type | None` and `Entries[type]`
+        by_name = typing.get_origin(annotation) is Entries
+        optional = types.NoneType in kinds or entry.default is None  # also where None is replaced by a default
+        infos[entry.name] = FieldInfo(kinds[0], optional, entry.default, **entry.metadata, by_name=by_name)
+    return infos
 
 
 def field_at(cls: type, path: str) -> FieldInfo | None:
@@ -148,29 +141,17 @@ def field_at(cls: type, path: str) -> FieldInfo | None:
     return field
 
 
-def _without_none(annotation: Any) -> tuple[type, bool]:
-    """The type itself of `type | None`, and whether None was there."""
-    if isinstance(annotation, types.UnionType):
-        (kind,) = (member for member in typing.get_args(annotation) if member is not types.NoneType)
-        return kind, True
-    return annotation, False
-
-
-def leaf_fields(cls: type) -> dict[str, FieldInfo]:
+def leaf_fields(cls: type, prefix: str = "") -> dict[str, FieldInfo]:
     """Every field of a dataclass and of the groups in it by dotted path, without the groups themselves.
 
     Entries stand there as one with the name `NAME`.
     """
-
-    def branch(info: FieldInfo) -> Any:
-        if not info.is_group:
-            return info
-        return {NAME: tree(info.type)} if info.by_name else tree(info.type)
-
-    def tree(cls: type) -> dict[str, Any]:
-        return {name: branch(info) for name, info in fields_of(cls).items()}
-
-    return flatten(tree(cls))
+    flat = {}
+    for name, info in fields_of(cls).items():
+        path = f"{prefix}{name}"
+        inside = f"{path}.{NAME}." if info.by_name else f"{path}."
+        flat |= leaf_fields(info.type, inside) if info.is_group else {path: info}
+    return flat
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from isal import igzip, igzip_lib
 
-from noloco_jax.data.identity import file_state
-from noloco_jax.data.reading import DamagedFileError, stop_or_skip
+from noloco_jax.data.reading import DamagedFileError, file_state, stop_or_skip
 from noloco_jax.storage.addresses import open_file, path_or_file
 from noloco_jax.storage.retries import with_retries
 
@@ -104,18 +103,16 @@ class LineReader:
                 content = with_retries(self._read_line, path)
                 if not content and not start and path.lower().endswith(COMPRESSED) and not file_state(path).size:
                     raise DamagedFileError(f"{path} has 0 bytes, which is no compressed text: fetch it again")
-            except DamagedFileError as error:
+            except (DamagedFileError, EOFError, OSError, zlib.error, _BadStream) as error:
+                if not isinstance(error, DamagedFileError):
+                    if path.lower().endswith(COMPRESSED) and self._damaged != file:
+                        self._damaged = file  # it is opened once more, to come up to the damage
+                        continue
+                    error = DamagedFileError(
+                        f"{path} cannot be decompressed after line {lines} ({error}): it is truncated or damaged; "
+                        "fetch it again"
+                    )
                 stop_or_skip(error, self._on_bad_shard)
-                content = b""
-            except (EOFError, OSError, zlib.error, _BadStream) as error:
-                if path.lower().endswith(COMPRESSED) and self._damaged != file:
-                    self._damaged = file  # it is opened once more, to come up to the damage
-                    continue
-                damaged = DamagedFileError(
-                    f"{path} cannot be decompressed after line {lines} ({error}): it is truncated or damaged; "
-                    "fetch it again"
-                )
-                stop_or_skip(damaged, self._on_bad_shard)
                 content = b""
             if not content:
                 self.close()

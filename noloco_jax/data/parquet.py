@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from noloco_jax.data.find_files import HoldOut
-from noloco_jax.data.identity import content_fact
 from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
-from noloco_jax.data.reading import DamagedFileError, stop_or_skip
-from noloco_jax.data.source import SourceOptions, WindowShuffledShard, seeded_permutation
+from noloco_jax.data.reading import DamagedFileError, file_states, stop_or_skip, versions_fact
+from noloco_jax.data.source import Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".parquet",)
@@ -45,7 +44,7 @@ def _blocks(footers: Sequence[FileFooter], min_rows: int) -> np.ndarray:
     return np.array(blocks, np.int64).reshape(-1, len(RowBlock._fields))
 
 
-class ParquetSource:
+class ParquetSource(Source):
     """Source of Parquet rows, each a document of any length: of text, or of tokens and the labels beside them.
 
     A row of `sequence_length` tokens is a sequence; a longer one is split, shorter ones are packed one after another,
@@ -74,9 +73,8 @@ class ParquetSource:
         sequence_length: int,
         vocab_size: int | None,
     ):
-        self.name, self.part = options.name, part
-        self._options = options
-        footers = _readable_footers(files, options.text_column, options.on_bad_shard)
+        footers = _readable_footers(files, options)
+        super().__init__(options, list(footers), part)
         self._footers = list(footers.values())
         self._converters = [
             RowConverter(file, footer.columns, sequence_length, vocab_size, options.on_bad_shard)
@@ -85,66 +83,54 @@ class ParquetSource:
         texts, tokens = ([c.path for c in self._converters if c.is_text is text] for text in (True, False))
         if texts and tokens:
             raise UserError(
-                f"{options.name} holds text in {texts[0]} and tokens in {tokens[0]}: give files of one of them"
+                f"{self.name} holds text in {texts[0]} and tokens in {tokens[0]}: give files of one of them"
             )
-        self.is_text = bool(texts)
-        self.num_columns = 1 if self.is_text else 2
+        self.num_columns = 1 if texts else 2
         self._blocks = _blocks(self._footers, options.shuffle_buffer)
         first_rows, num_rows = (self._blocks[:, RowBlock._fields.index(name)] for name in ("first_row", "num_rows"))
         rows = int(num_rows.sum())
         if rows < (1 if part == "all" else 2):
             raise UserError(
-                f"{options.name} holds {rows} rows: give {options.validation_field} or more rows"
+                f"{self.name} holds {rows} rows: give {options.beside('validation_path')} or more rows"
                 if rows
-                else f"{options.name} holds Parquet files without a row"
+                else f"{self.name} holds Parquet files without a row"
             )
         self._hold_out = HoldOut(rows, part)
         # Rows of each block that belong to the part.
         self._part_rows = self._count_part(first_rows, num_rows)
         self._total = int(self._part_rows.sum())
-        self.files: Sequence[str] = list(footers)
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, int | str]:
         facts: dict[str, int | str] = {"kind": "parquet"}
-        if self.is_text:
-            facts["text column"] = self._options.text_column
+        if self.num_columns == 1:
+            facts["text column"] = self.options.text_column
         return facts | {
             "files": len(self.files),
             "rows": self._hold_out.count,
             "documents": self._total,
-            "names and sizes": self._options.digest(zip(self.files, self._footers, strict=True)),
-            **content_fact(self.files),
+            "names and sizes": self.options.digest(zip(self.files, self._footers, strict=True)),
+            **versions_fact(self.files),
         }
 
     def _count_part(self, first_row: Any, num_rows: Any) -> Any:
         return self._hold_out.count_before(first_row + num_rows) - self._hold_out.count_before(first_row)
 
-    def check_replicas(self, num_replicas: int) -> None:
-        """Check the number of rows and read the first one, so that ids outside the vocabulary may be found at once."""
-        if self._total < num_replicas:
-            raise UserError(
-                f"num_replicas={num_replicas}, but {self._options.name} holds {self._total} {self._options.split} "
-                "rows: use fewer replicas or more rows"
-            )
-        order = np.arange(len(self._blocks))
-        next(self.rows(order, np.cumsum(self._part_rows), 0))
+    def count_documents(self, most: int) -> int:
+        """Count rows and read the first one, so that ids outside the vocabulary may be found at once."""
+        if self._total >= most:
+            next(self.rows(np.arange(len(self._blocks)), 0))
+        return min(most, self._total)
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "ParquetEpochShard":
-        count, seed, window_size = len(self._blocks), self._options.seed, self._options.shuffle_buffer
+        count, seed, window_size = len(self._blocks), self.options.seed, self.options.shuffle_buffer
         order = seeded_permutation(count, seed, epoch) if window_size > 1 else np.arange(count)
         start, stop = (k * self._total // num_shards for k in (shard, shard + 1))
+        return ParquetEpochShard(self, order, start, stop, window_size, (seed, epoch, shard, num_shards))
+
+    def rows(self, order: np.ndarray, start: int) -> Iterator[Any]:
+        """The part's rows of the blocks in `order`, from row number `start` of these on: see `RowConverter.rows`."""
         ends = np.cumsum(self._part_rows[order])
-        return ParquetEpochShard(self, order, ends, start, stop, window_size, (seed, epoch, shard, num_shards))
-
-    def load(self, records: Sequence[Any]) -> list[Any]:
-        return list(records)
-
-    def rows(self, order: np.ndarray, ends: np.ndarray, start: int) -> Iterator[Any]:
-        """The part's rows of the blocks in `order`, from row number `start` of these on: see `RowConverter.rows`.
-
-        `ends` has the number of these rows up to the end of each block.
-        """
         first = int(np.searchsorted(ends, start, side="right"))
         skip = start - int(ends[first] - self._part_rows[order[first]])
         for block in order[first:]:
@@ -174,17 +160,17 @@ class ParquetSource:
                     yield rows[k]
                 skip = max(0, skip - int(mask.sum()))
         except DamagedFileError as error:
-            stop_or_skip(error, self._options.on_bad_shard)
+            stop_or_skip(error, self.options.on_bad_shard)
             for _ in range(left):
                 yield converter.empty_row
 
 
-def _readable_footers(files: Sequence[str], text_column: str, on_bad_shard: str) -> dict[str, FileFooter]:
+def _readable_footers(files: Sequence[str], options: SourceOptions) -> dict[str, FileFooter]:
     """The footer of each file, without the damaged files where on_bad_shard is "skip"."""
     footers = {}
-    for file, footer in zip(files, read_footers(files, text_column), strict=True):
+    for file, footer in zip(files, read_footers(file_states(files), options.text_column), strict=True):
         if isinstance(footer, DamagedFileError):
-            stop_or_skip(footer, on_bad_shard)
+            stop_or_skip(footer, options.on_bad_shard)
         else:
             footers[file] = footer
     return footers
@@ -193,25 +179,19 @@ def _readable_footers(files: Sequence[str], text_column: str, on_bad_shard: str)
 class ParquetEpochShard(WindowShuffledShard):
     """Rows `start` to `stop` - 1 of a source's rows in an order of blocks."""
 
-    seek_hint: tuple[int, ...] = ()
-
     def __init__(
         self,
         source: ParquetSource,
         order: np.ndarray,
-        ends: np.ndarray,
         start: int,
         stop: int,
         window_size: int,
         key: tuple[int, ...],
     ):
         super().__init__(window_size, key)
-        self._source, self._order, self._ends, self._start, self._stop = source, order, ends, start, stop
-        self._rows: Iterator[Any] = iter(())
+        self._source, self._order, self._start, self._stop = source, order, start, stop
+        self._rows: Any = None
         self._next_row = -1  # number of the row that `_rows` yields next
-
-    def has(self, document: int) -> bool:
-        return document < self._stop - self._start
 
     def read_window(self, window: int) -> list[Any]:
         start = min(self._start + window * self._window_size, self._stop)
@@ -220,11 +200,10 @@ class ParquetEpochShard(WindowShuffledShard):
             return []
         if start != self._next_row:
             self.close()
-            self._rows = self._source.rows(self._order, self._ends, start)
+            self._rows = self._source.rows(self._order, start)
         self._next_row = stop
         return [next(self._rows) for _ in range(start, stop)]
 
     def close(self) -> None:
-        close = getattr(self._rows, "close", None)
-        if close is not None:
-            close()
+        if self._next_row >= 0:
+            self._rows.close()

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from noloco_jax.data.identity import FileState, file_state, file_states
-from noloco_jax.data.reading import DamagedFileError
+from noloco_jax.data.reading import READ_AT_ONCE, DamagedFileError, FileState, file_state
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import is_remote, path_or_file
 from noloco_jax.storage.retries import with_retries
@@ -20,7 +19,6 @@ T = TypeVar("T")
 _ROWS_PER_BATCH = 128
 _COLUMN_BUFFER_BYTES = 1 << 20  # without it pyarrow holds whole row groups in memory
 _REMOTE_BUFFER_BYTES = 1 << 23
-_FOOTERS_AT_ONCE = 16
 _USUAL_TEXT_COLUMN = "text"  # beside tokens it holds their source, not other documents
 _DECODED_FOOTERS = 128  # kept in memory, where a row group takes 2 kB, however many streams read the file
 
@@ -33,28 +31,24 @@ class FileFooter(NamedTuple):
     group_bytes: tuple[int, ...]  # before compression; it changes with most changes of the values
 
 
-def read_footers(paths: Sequence[str], text_column: str) -> Sequence[FileFooter | DamagedFileError]:
+@functools.lru_cache(maxsize=8)  # data sets
+def read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileFooter | DamagedFileError, ...]:
     """Read the footer of each file, or the reason why it is no Parquet file. Raises `UserError` for unknown columns.
 
     They are read once in a process, unless the files change.
     """
-    return _read_footers(file_states(paths), text_column)
 
-
-@functools.lru_cache(maxsize=8)  # data sets
-def _read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileFooter | DamagedFileError, ...]:
     def read(file: FileState) -> FileFooter | DamagedFileError:
-        path, _, _ = file
         try:
-            with _open(path) as opened:
-                columns = choose_columns(path, opened.schema_arrow, text_column)
+            with _open(file.path) as opened:
+                columns = choose_columns(file.path, opened.schema_arrow, text_column)
                 groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
         except DamagedFileError as error:
             return error
         rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
         return FileFooter(columns, rows, group_bytes)
 
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # a network file system answers many at once
+    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
         return tuple(pool.map(read, files))
 
 

@@ -1,8 +1,19 @@
-"""Damaged data files, which are refused or skipped, and lost processes that read."""
+"""Data files: their state, damaged ones, which are refused or skipped, and lost processes that read."""
 
+import functools
+import os
 import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import NamedTuple
 
 from noloco_jax.errors import TransientError, UserError, tell
+from noloco_jax.storage.addresses import is_remote, remote_facts
+from noloco_jax.storage.retries import with_retries
+
+READ_AT_ONCE = 16  # files: a server answers many at once
+VERSIONS = "file versions"  # of files on a server, where these are facts about data
 
 
 class DamagedFileError(UserError):
@@ -11,6 +22,39 @@ class DamagedFileError(UserError):
 
 class WorkerLostError(TransientError):
     """A worker process was killed or broke down; another may make its chunks."""
+
+
+class FileState(NamedTuple):
+    """A file as far as its server knows it, `version` in nanoseconds where that is the file system, `size` in bytes."""
+
+    path: str
+    version: int | str
+    size: int
+
+
+def file_state(path: str) -> FileState:
+    """Ask the file system, or a server once in a process. Transient errors are retried."""
+    if is_remote(path):
+        size, version = remote_facts(path)
+        return FileState(path, version, size)
+    stat = with_retries(functools.partial(os.stat, path), path)
+    return FileState(path, stat.st_mtime_ns, stat.st_size)
+
+
+def file_states(paths: Sequence[str]) -> tuple[FileState, ...]:
+    """Return the state of each file; servers are asked for many at once."""
+    if not any(map(is_remote, paths[:1])):
+        return tuple(map(file_state, paths))
+    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+        return tuple(pool.map(file_state, paths))
+
+
+def versions_fact(paths: Sequence[str]) -> dict[str, str]:
+    """Return the fact `VERSIONS` of files on a server; nothing for local files, whose times change with a copy."""
+    if not any(map(is_remote, paths[:1])):
+        return {}
+    versions = repr([state.version for state in file_states(paths)])
+    return {VERSIONS: sha256(versions.encode()).hexdigest()[:16]}
 
 
 _reported: set[str] = set()

@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from noloco_jax.data.documents import Loader, ReplicaDocuments, sequences
 from noloco_jax.data.mixture import configs_by_source, mixture_of, source_name
-from noloco_jax.data.open_sources import check_apart, encoder_of, open_sources
+from noloco_jax.data.open_sources import check_apart, encoder_of, open_source
 from noloco_jax.data.packing import HostBatch, HostSequence
 from noloco_jax.data.positions import DataPosition
 from noloco_jax.data.source import Source
@@ -32,22 +33,26 @@ class RunData:
 
     def __init__(self, config: "DataConfig", *, seed: int, vocab_size: int | None = None):
         self.config, self._seed, self._vocab_size = config, seed, vocab_size
-        self._mixture = mixture_of(config)
+        self._mixture, self._configs = mixture_of(config), configs_by_source(config)
 
     @functools.cached_property
     def training(self) -> Mapping[str, Source]:
         """The sources to train on, with the keys of `configs_by_source`."""
-        return open_sources(self.config, validation=False, seed=self._seed, vocab_size=self._vocab_size)
+        return self._open(validation=False)
 
     @functools.cached_property
     def validation(self) -> Mapping[str, Source]:
         """The sources of validation documents."""
-        return open_sources(self.config, validation=True, seed=0, vocab_size=self._vocab_size)
+        return self._open(validation=True)
+
+    def _open(self, *, validation: bool) -> dict[str, Source]:
+        options: Any = {"validation": validation, "seed": self._seed, "vocab_size": self._vocab_size}
+        return {group: open_source(one, **options, group=group) for group, one in self._configs.items()}
 
     @functools.cached_property
     def needs_tokenizer(self) -> bool:
         """True if there are texts to be tokenized, not tokens."""
-        if any(one.kind != "parquet" for one in configs_by_source(self.config).values()):
+        if any(one.kind != "parquet" for one in self._configs.values()):
             return True
         return any(source.num_columns == 1 for split in (self.training, self.validation) for source in split.values())
 
@@ -99,16 +104,11 @@ class RunData:
         Raises:
           UserError: for a replica that would get no document. A stream itself raises it where it meets a damaged file.
         """
-        from noloco_jax.data.prefetch import Loader, ReplicaDocuments, Workers, sequences  # Grain imports for a second
-
         config, sources = self.config, self.training
         for source in sources.values():
             source.check_replicas(num_replicas)
         encode = encoder_of(config, tokenizer, self._vocab_size)
-        if config.num_workers:
-            loader = Workers(sources, encode, config.num_workers, len(replicas))
-        else:
-            loader = Loader(sources, encode)
+        loader = Loader(sources, encode, config.num_workers, len(replicas))
         facts = self.facts(tokenizer)
 
         def open_stream(replica: int) -> Stream:

@@ -11,9 +11,13 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from noloco_jax.errors import UserError
+from noloco_jax.storage.addresses import is_remote
 
 PADDING = -1  # in place of an input id: padding, which a packer keeps where it ends a sequence and drops elsewhere
 
@@ -22,76 +26,12 @@ GOLDEN_STEP = 0x9E3779B97F4A7C15  # the odd integer next to 2^64 divided by the 
 EncodeTexts = Callable[[Sequence[str]], list[np.ndarray]]  # texts -> int32 (1, n) of each
 
 
-def load_documents(source: "Source", encode: EncodeTexts, records: Sequence[Any]) -> list[np.ndarray]:
-    """Return the tokens of each record of a source: int32 (num_columns, n)."""
-    loaded = source.load(records)
-    return encode(loaded) if source.num_columns == 1 else loaded
-
-
-class EpochShard(Protocol):
-    """One replica's documents of one epoch, open for reading."""
-
-    @property
-    def seek_hint(self) -> tuple[int, ...]:
-        """Integers with which `Source.open_shard` finds the document last read without reading all before it."""
-        ...
-
-    def has(self, document: int) -> bool:
-        """Return True if there is a document of that number; it is read if there is no other way to know."""
-        ...
-
-    def get(self, document: int) -> Any | None:
-        """The record of document number `document`, for `Source.load`; None beyond the end."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Source(Protocol):
-    """A data set.
-
-    Attributes:
-      name: the data set's name in error messages.
-      files: what it reads, whole or in part.
-      part: the part of their documents that it gives, see `HoldOut`.
-      num_columns: 1 for plain token streams, 2 where labels are stored beside the input ids.
-      chunk_size: number of documents that are worth loading together.
-    """
-
-    name: str
-    files: Sequence[str]
-    part: str
-    num_columns: int
-    chunk_size: int
-
-    @functools.cached_property
-    def fingerprint(self) -> dict[str, int | str]:
-        """Facts about the files that must not change under a saved position; samples of them are read."""
-        ...
-
-    def check_replicas(self, num_replicas: int) -> None:
-        """Raise `UserError` where some replica would get no document."""
-        ...
-
-    def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> EpochShard:
-        """Shard `shard` of `num_shards` of an epoch. An empty `seek_hint` stands for the shard's beginning."""
-        ...
-
-    def load(self, records: Sequence[Any]) -> list[Any]:
-        """Return what each record that `EpochShard.get` gave holds.
-
-        With one column that is its text; with two, its input ids and labels, int32 (2, n), `PADDING` behind them if at
-        all.
-        """
-        ...
-
-
 class SourceOptions(NamedTuple):
     """Options of a source: its data and their order.
 
     Attributes:
       path: a folder or a file.
-      field: the field of the configuration that holds `path`.
+      field: the field or flag that holds `path`.
       split: "train", "validation" or, for all files whatever their names, "all".
       holds_both_splits: whether `path` has the documents of both splits; otherwise all of them belong to `split`.
       exclude: the path of the other split's data, or ""; files below it are left out.
@@ -117,23 +57,9 @@ class SourceOptions(NamedTuple):
         return f"{self.field}={self.path!r}"
 
     @property
-    def validation_field(self) -> str:
-        """The field that names the validation documents."""
-        return self._beside("validation_path")
-
-    @property
-    def kind_field(self) -> str:
-        """The field or flag that names the format of the files."""
-        return self._beside("kind")
-
-    @property
-    def text_column_field(self) -> str:
-        """The field or flag that names the column of the text."""
-        return self._beside("text_column")
-
-    def _beside(self, name: str) -> str:
-        """Return the field of a name beside `field`, or the flag if that is one."""
-        return f"--{name}" if self.field.startswith("--") else f"{self.field.rpartition('.')[0]}.{name}"
+    def root(self) -> str:
+        """The path without "~" and a slash at its end."""
+        return self.path.rstrip("/") if is_remote(self.path) else str(Path(self.path).expanduser())
 
     @property
     def part(self) -> str:
@@ -141,6 +67,10 @@ class SourceOptions(NamedTuple):
         if not self.holds_both_splits:
             return "all"
         return "rest" if self.split == "train" else "held_out"
+
+    def beside(self, name: str) -> str:
+        """Return the field of a name in the group of `field`, or the flag if that is one."""
+        return f"--{name}" if self.field.startswith("--") else f"{self.field.rpartition('.')[0]}.{name}"
 
     def digest(self, files: Iterable[tuple[str, Any]]) -> str:
         """Digest the files of `path`: their names below it, in order, and the facts about each, as JSON.
@@ -151,6 +81,76 @@ class SourceOptions(NamedTuple):
         for file, facts in files:
             found.update(json.dumps([os.path.relpath(file, root), facts]).encode())
         return found.hexdigest()[:16]
+
+
+class EpochShard(ABC):
+    """One replica's documents of one epoch, open for reading.
+
+    Attributes:
+      seek_hint: integers by which `Source.open_shard` finds the document last read without reading all before it.
+    """
+
+    seek_hint: tuple[int, ...] = ()
+
+    @abstractmethod
+    def get(self, document: int) -> Any | None:
+        """Return the record of document number `document`, for `Source.load`; None beyond the end."""
+
+    def close(self) -> None:  # noqa: B027  # most have nothing open
+        """Close the files."""
+
+
+class Source(ABC):
+    """A data set.
+
+    Attributes:
+      options: its data and their order.
+      files: what it reads, whole or in part.
+      part: the part of their documents that it gives, see `HoldOut`.
+      num_columns: 1 for plain token streams, 2 where labels are stored beside the input ids.
+      chunk_size: number of documents that are worth loading together.
+    """
+
+    num_columns = 1
+    chunk_size = 32
+
+    def __init__(self, options: SourceOptions, files: Sequence[str], part: str):
+        self.options, self.files, self.part = options, files, part
+
+    @property
+    def name(self) -> str:
+        """The data set's name in error messages."""
+        return self.options.name
+
+    @functools.cached_property
+    @abstractmethod
+    def fingerprint(self) -> dict[str, int | str]:
+        """Facts about the files that must not change under a saved position; samples of them are read."""
+
+    @abstractmethod
+    def count_documents(self, most: int) -> int:
+        """Count documents, at most `most`, and read the first one where that finds a fault at once."""
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Raise `UserError` where some replica would get no document."""
+        found = self.count_documents(num_replicas)
+        if found < num_replicas:
+            raise UserError(
+                f"num_replicas={num_replicas}, but {self.name} holds {found} {self.options.split} documents: "
+                "use fewer replicas or more data"
+            )
+
+    @abstractmethod
+    def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> EpochShard:
+        """Open shard `shard` of `num_shards` of an epoch. An empty `seek_hint` stands for the shard's beginning."""
+
+    def load(self, records: Sequence[Any]) -> list[Any]:
+        """Return what each record that `EpochShard.get` gave holds.
+
+        With one column that is its text; with two, its input ids and labels, int32 (2, n), `PADDING` behind them if at
+        all.
+        """
+        return list(records)
 
 
 @functools.lru_cache(maxsize=16)
@@ -169,7 +169,7 @@ def seeded_permutation(count: int, *key: int) -> np.ndarray:
     return order
 
 
-class WindowShuffledShard(ABC):
+class WindowShuffledShard(EpochShard):
     """An epoch's shard that is read in sequence and shuffled within windows of `window_size` documents.
 
     The place of a document depends on the shard and on `key` alone, so a position is saved without a shuffle buffer:
@@ -180,17 +180,9 @@ class WindowShuffledShard(ABC):
         self._window_size, self._key = window_size, key
         self._window, self._records = -1, []
 
-    @property
-    @abstractmethod
-    def seek_hint(self) -> tuple[int, ...]:
-        """Start of the current window in the files; empty where a window is found without it."""
-
     @abstractmethod
     def read_window(self, window: int) -> list[Any]:
         """The records of a window in the order of the files: `window_size` of them, fewer at the shard's end."""
-
-    def has(self, document: int) -> bool:
-        return self.get(document) is not None
 
     def get(self, document: int) -> Any | None:
         """The record of document number `document`, or None beyond the end. Reading in ascending order is fast."""
@@ -201,7 +193,3 @@ class WindowShuffledShard(ABC):
         if slot >= len(self._records):
             return None
         return self._records[seeded_permutation(len(self._records), *self._key, window)[slot]]
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files."""

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.identity import CONTENT_FACTS
 from noloco_jax.data.mixture import Mixture
 from noloco_jax.data.packing import HostBatch, HostSequence
 from noloco_jax.data.positions import DataPosition, start_position
-from noloco_jax.data.reading import WorkerLostError
+from noloco_jax.data.reading import VERSIONS, WorkerLostError
 from noloco_jax.errors import UserError
 
 _PREFETCHED_BATCHES = 4
@@ -74,22 +73,24 @@ def _batches(
             yield batch, StreamPosition(drawn, by_source).to_json()
 
 
-_closed_at_exit: "weakref.WeakSet[Stream]" = weakref.WeakSet()
+_open_streams: "weakref.WeakSet[Stream]" = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """End threads while Grain can still do so; at the interpreter's end it cannot."""
-    for stream in list(_closed_at_exit):
+    """End threads and Grain's iterators while Grain can still do so; at the interpreter's end it cannot."""
+    for stream in list(_open_streams):
         stream.close()
+        del stream._batches
 
 
 class Stream(Iterator[HostBatch]):
     """A replica's endless batches, each {"input_ids", "labels"}, and "segment_ids" with a document mask: int32 (B, T).
 
-    The state is the position after the batches delivered, whatever has been prefetched. It is small and can be written
-    as JSON. A stream of the same configuration that is set to it yields bitwise the batches that this one would. After
-    an error the next call meets the same one, or yields its batch if the cause is gone.
+    A thread of Grain's makes them ahead of time. The state is the position after the batches delivered, whatever has
+    been prefetched. It is small and can be written as JSON. A stream of the same configuration that is set to it yields
+    bitwise the batches that this one would. After an error the next call meets the same one, or yields its batch if the
+    cause is gone.
 
     Args:
       open_sequences: opens a source at a position.
@@ -99,22 +100,17 @@ class Stream(Iterator[HostBatch]):
     """
 
     def __init__(self, open_sequences: OpenSequences, mixture: Mixture, batch_size: int, identity: dict[str, Any]):
+        from noloco_jax.data.prefetch import prefetched  # Grain takes a second to import
+
         replica, num_replicas = identity["replica"], identity["num_replicas"]
         self._identity = identity
-        self._make = functools.partial(_batches, open_sequences, mixture, replica, batch_size)
-        start = start_position(replica, num_replicas)
-        self._state = StreamPosition(0, dict.fromkeys(mixture.shares, start)).to_json()  # where `_batches` begins
-        self._batches: Any = None  # Grain's iterator
-        self._is_closed = False
-        _closed_at_exit.add(self)
+        make = functools.partial(_batches, open_sequences, mixture, replica, batch_size)
+        start = StreamPosition(0, dict.fromkeys(mixture.shares, start_position(replica, num_replicas))).to_json()
+        self._batches = prefetched(make, start, _PREFETCHED_BATCHES)
+        _open_streams.add(self)
 
     def start(self) -> None:
         """Begin to make batches ahead of time; without it, the first one that is asked for does."""
-        from noloco_jax.data.prefetch import StatefulElements, prefetched  # Grain takes a second to import.
-
-        self._check_open()
-        if self._batches is None:
-            self._batches = prefetched(lambda: StatefulElements(self._make, self._state), _PREFETCHED_BATCHES)
         self._batches.start_prefetch()
 
     def __next__(self) -> HostBatch:
@@ -128,7 +124,7 @@ class Stream(Iterator[HostBatch]):
         try:
             return next(self._batches)
         except Exception:
-            self._stop()  # the next call begins anew from the position
+            self._batches.set_state(self._batches.get_state())  # the next call begins anew after the last batch
             raise
 
     @property
@@ -137,7 +133,7 @@ class Stream(Iterator[HostBatch]):
         return self._identity["source"]
 
     def get_state(self) -> dict[str, Any]:
-        return self._identity | (self._state if self._batches is None else self._batches.get_state())
+        return self._identity | self._batches.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a `get_state` of the same replica, or from a `redistribute`d one.
@@ -156,31 +152,18 @@ class Stream(Iterator[HostBatch]):
                 "give each replica its own"
             )
         _check_same_data(state["source"], self._identity["source"])
-        self._check_open()
-        self._stop()
-        self._state = StreamPosition.from_json(state).to_json()
+        self._batches.set_state(StreamPosition.from_json(state).to_json())
 
     def close(self) -> None:
         """End the thread. The stream yields nothing afterwards."""
-        self._is_closed = True
-        self._stop()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ValueError("the stream is closed")
-
-    def _stop(self) -> None:
-        if self._batches is not None:
-            self._state = self._batches.get_state()
-            self._batches.close()
-            self._batches = None
+        self._batches.close()
 
 
 def _check_same_data(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """Raise `UserError` where the facts of a saved position's data differ from these."""
     for name in {**mine, **saved}:
-        if name.endswith(CONTENT_FACTS) and not (name in saved and name in mine):
-            continue  # data that moved between a disk and a server have one before, the other after
+        if name.endswith(VERSIONS) and not (name in saved and name in mine):
+            continue  # the data moved between a disk and a server
         is_text = mine.get("kind") == saved.get("kind") == "text"
         if is_text and name == "shuffle_buffer" and min(saved[name], mine[name]) > 1:
             continue  # its documents are shuffled whole, whatever the size

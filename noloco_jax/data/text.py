@@ -1,6 +1,5 @@
 """Text files as documents: whole ones, and pieces of long ones."""
 
-import codecs
 import functools
 from collections.abc import Sequence
 from typing import BinaryIO
@@ -8,19 +7,16 @@ from typing import BinaryIO
 import numpy as np
 
 from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
-from noloco_jax.data.identity import content_fact, file_states
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.line_reader import compression_of
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
-from noloco_jax.data.reading import tell_once
-from noloco_jax.data.source import SourceOptions, seeded_permutation
+from noloco_jax.data.reading import file_states, versions_fact
+from noloco_jax.data.source import EpochShard, Source, SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import open_file
 from noloco_jax.storage.retries import with_retries
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
-_SAMPLED = 16  # files whose encoding is looked at
-_LOOKED_AT = 1 << 16  # bytes of each
 _MIN_PIECE_BYTES = 256
 _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 
@@ -38,40 +34,14 @@ def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
 
 def _check_is_text(options: SourceOptions, path: str) -> None:
     """Raise `UserError` for a file that was named and is no text, by its name or by a zero byte at its beginning."""
+    kind_field = options.beside("kind")
     for kind, suffixes in {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}.items():
         if path.lower().endswith(suffixes):
-            raise UserError(
-                f"{options.name} is read as plain text, its name says {kind}: give {options.kind_field}={kind}"
-            )
+            raise UserError(f"{options.name} is read as plain text, its name says {kind}: give {kind_field}={kind}")
     with open_file(path) as file:
         start = file.read(1024)
     if b"\0" in start or compression_of(start):
-        raise UserError(
-            f"{options.name} is no plain text: decompress it, or give the {options.kind_field} that it is of"
-        )
-
-
-def _tell_other_encodings(options: SourceOptions, files: Sequence[str]) -> None:
-    """Print a warning if, by the beginnings of some of them, an eighth of the files or more is not UTF-8."""
-    sampled = [files[k * len(files) // _SAMPLED] for k in range(_SAMPLED)] if len(files) > _SAMPLED else files
-    others = [file for file in sampled if not _begins_as_utf8(file)]
-    if 8 * len(others) >= len(sampled):
-        tell_once(
-            f"warning: {len(others)} of {len(sampled)} files of {options.name} that were looked at are not UTF-8, such "
-            f"as {others[0]}: what is not is read as U+FFFD; convert them, as by `iconv -f latin1 -t utf-8`"
-        )
-
-
-def _begins_as_utf8(path: str) -> bool:
-    def read() -> bytes:
-        with open_file(path) as file:
-            return file.read(_LOOKED_AT)
-
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(with_retries(read, path))  # whose end may be within a character
-    except UnicodeDecodeError:
-        return False
-    return True
+        raise UserError(f"{options.name} is no plain text: decompress it, or give the {kind_field} that it is of")
 
 
 def piece_bytes(sequence_length: int, token_bytes: int) -> int:
@@ -79,28 +49,22 @@ def piece_bytes(sequence_length: int, token_bytes: int) -> int:
     return max(_MIN_PIECE_BYTES, 2 * token_bytes * sequence_length)
 
 
-class TextSource:
+class TextSource(Source):
     """Source of text files: a document is a file, or a piece of a longer file that ends at the end of a line.
 
     Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files.
-    Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD, with a warning where many files have some. The
-    documents are shuffled globally, anew in every epoch; `shuffle_buffer` 1 keeps the sorted order. Held out for
-    validation are whole files where there are fifty or more of them, else pieces: a fiftieth of the text either way.
+    Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD. The documents are shuffled globally, anew in every
+    epoch; `shuffle_buffer` 1 keeps the sorted order. Held out for validation are whole files where there are fifty or
+    more of them, else pieces: a fiftieth of the text either way.
     """
 
-    num_columns = 1
-    chunk_size = 32
-
     def __init__(self, options: SourceOptions, piece: int):
-        self.name, self.part = options.name, options.part
-        self._options, self._piece = options, piece
-        self._files = find_text_files(options)
-        _tell_other_encodings(options, [path for path, _ in self._files])
-        self.files: Sequence[str] = [path for path, _ in self._files]
+        self._piece, self._files = piece, find_text_files(options)
+        super().__init__(options, [path for path, _ in self._files], options.part)
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
         if options.part != "all" and pieces.sum() < 2:
             raise UserError(
-                f"{options.name} is one short file: give {options.validation_field}, or at least two files, "
+                f"{options.name} is one short file: give {options.beside('validation_path')}, or at least two files, "
                 "for one to be held out for validation"
             )
         files = np.repeat(np.arange(len(pieces)), pieces)
@@ -118,22 +82,18 @@ class TextSource:
             "piece_bytes (by data.sequence_length)": self._piece,
             "files": len(self._files),
             "bytes": sum(size for _, size in self._files),
-            "names and sizes": self._options.digest(self._files),
-            **content_fact(self.files),
+            "names and sizes": self.options.digest(self._files),
+            **versions_fact(self.files),
             "documents": len(self._documents),
         }
 
-    def check_replicas(self, num_replicas: int) -> None:
-        if len(self._documents) < num_replicas:
-            raise UserError(
-                f"num_replicas={num_replicas}, but {self._options.name} holds {len(self._documents)} "
-                f"{self._options.split} documents: use fewer replicas or more text"
-            )
+    def count_documents(self, most: int) -> int:
+        return min(most, len(self._documents))
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "TextEpochShard":
         order = np.arange(len(self._documents))
-        if self._options.shuffle_buffer > 1:
-            order = seeded_permutation(len(self._documents), self._options.seed, epoch)
+        if self.options.shuffle_buffer > 1:
+            order = seeded_permutation(len(self._documents), self.options.seed, epoch)
         return TextEpochShard(order[shard::num_shards])
 
     def load(self, records: Sequence[int]) -> list[str]:
@@ -168,19 +128,11 @@ def _piece_border(opened: BinaryIO, offset: int, size: int) -> int:
     return min(size, offset + end - 1)
 
 
-class TextEpochShard:
+class TextEpochShard(EpochShard):
     """Documents in the order given."""
-
-    seek_hint: tuple[int, ...] = ()
 
     def __init__(self, documents: np.ndarray):
         self._documents = documents
 
-    def has(self, document: int) -> bool:
-        return document < len(self._documents)
-
     def get(self, document: int) -> int | None:
-        return int(self._documents[document]) if self.has(document) else None
-
-    def close(self) -> None:
-        pass
+        return int(self._documents[document]) if document < len(self._documents) else None

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from noloco_jax.data.documents import Loader, ReplicaDocuments, read_documents
 from noloco_jax.data.mixture import Mixture
 from noloco_jax.data.packing import HostBatch, HostSequence, Packer
 from noloco_jax.data.positions import start_position
-from noloco_jax.data.source import EncodeTexts, Source, load_documents
+from noloco_jax.data.source import EncodeTexts, Source
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
 
@@ -32,18 +33,18 @@ def batches_of(source: Source, encode: EncodeTexts, config: "DataConfig") -> Ite
     Raises:
       UserError: for documents without a label to score, and where the files are damaged.
     """
-    group = source.name.partition("=")[0].removesuffix(".path").removesuffix(".validation_path")
-    return interleaved_batches({group: source}, Mixture({group: 1.0}), encode, config)
+    return interleaved_batches({"": source}, Mixture({"": 1.0}), encode, config)
 
 
 def interleaved_batches(
     sources: Mapping[str, Source], mixture: Mixture, encode: EncodeTexts, config: "DataConfig"
 ) -> Generator[HostBatch]:
     """Yield batches of the sources' sequences in the order of `mixture` until one has no more."""
+    loader = Loader(sources, encode)
     with ExitStack() as stack:
         sequences = {
-            group: stack.enter_context(closing(_sequences(group, source, encode, config)))
-            for group, source in sources.items()
+            name: stack.enter_context(closing(_sequences(ReplicaDocuments(name, source, 0, 1), loader, config)))
+            for name, source in sources.items()
         }
         rows: list[HostSequence] = []
         for place in itertools.count():
@@ -63,25 +64,20 @@ def _stacked(rows: list[HostSequence]) -> HostBatch:
     return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def _sequences(group: str, source: Source, encode: EncodeTexts, config: "DataConfig") -> Generator[HostSequence]:
-    """Yield the documents as sequences; the last one may be filled up with ignored labels."""
+def _sequences(documents: ReplicaDocuments, loader: Loader, config: "DataConfig") -> Generator[HostSequence]:
+    """Yield the documents of one epoch as sequences; the last one may be filled up with ignored labels."""
+    source, any_yet = documents.source, False
     packer = Packer(source.num_columns, config.sequence_length, document_mask=config.document_mask)
-    position = start_position(0, 1)  # nobody asks where these sequences end
-    start, any_yet = 0, False
-    with closing(source.open_shard(0, 0, 1, ())) as shard:
-        while True:
-            records = [shard.get(start + k) for k in range(source.chunk_size)]
-            for document in load_documents(source, encode, [record for record in records if record is not None]):
-                packer.add(document, position)
+    with closing(read_documents(documents, start_position(0, 1), loader)) as read:
+        for tokens, position in itertools.takewhile(lambda document: document[1].epoch == 0, read):
+            packer.add(tokens, position)
             while packer.full:
                 any_yet = True
                 yield packer.pop()
-            start += source.chunk_size
-            if records[-1] is None:
-                break
     rest = packer.pop_rest()
     if rest is not None:
         yield rest
     elif not any_yet:
-        others = f"another {group}" if group.startswith("--") else f"{group}.validation_path"
+        field = source.options.field
+        others = f"another {field}" if field.startswith("--") else source.options.beside("validation_path")
         raise UserError(f"the validation documents of {source.name} hold no token to predict: give {others}")

@@ -15,13 +15,14 @@ from noloco_jax.spmd.muon import muon
 PyTree = Any
 # Default ratio of Adam's to Muon's learning rate, from rates that suit each: 2e-3 and 0.02.
 _ADAM_SHARE = 0.1
+_DECAY_SHARE = 0.2  # of the run's steps, over which "wsd" decays
 
 
 def learning_rate(inner: InnerConfig, num_steps: int) -> optax.Schedule:
     """Return the schedule: a linear warm-up, lr · (i + 1) / warmup_steps at step i = 0, 1, ..., then `inner.schedule`.
 
     "cosine" falls to `min_lr` along half a cosine; "wsd" (warm-up, stable, decay) stays at `lr` and falls linearly to
-    `min_lr` in the last `decay_share` of the run's steps; "constant" stays at `lr`.
+    `min_lr` in the last fifth of the run's steps; "constant" stays at `lr`.
     """
     start = decay_start(inner, num_steps)
 
@@ -42,7 +43,7 @@ def learning_rate(inner: InnerConfig, num_steps: int) -> optax.Schedule:
 
 def decay_start(inner: InnerConfig, num_steps: int) -> int:
     """Return the step (0, 1, ...) at which the decay of "wsd" starts."""
-    return max(num_steps - round(inner.decay_share * num_steps), inner.warmup_steps)
+    return max(num_steps - round(_DECAY_SHARE * num_steps), inner.warmup_steps)
 
 
 def learning_rates(inner: InnerConfig, num_steps: int) -> np.ndarray:

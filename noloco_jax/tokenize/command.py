@@ -67,8 +67,8 @@ def _define_flags(parser: argparse.ArgumentParser) -> None:
 
 def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -> None:
     from noloco_jax.data import check_vocabulary, load_tokenizer  # imported late, for --help
+    from noloco_jax.data.documents import Loader
     from noloco_jax.data.open_sources import encoder_of, open_source
-    from noloco_jax.data.prefetch import Loader, Workers
     from noloco_jax.tokenize.shards import Progress, write_split
 
     data, vocab_size = replace(config.data, shuffle_buffer=1), config.model.vocab_size
@@ -92,7 +92,7 @@ def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -
         "--shard_tokens": shard_tokens,
         **{f"{split} documents": dict(source.fingerprint) for split, source in splits.items()},
     }
-    loader = Workers(splits, encode, workers, 1) if workers else Loader(splits, encode)
+    loader = Loader(splits, encode, workers)
     in_use = f"--out={out} is in use by another tokenize"
     with one_command_in(out, _LOCK_FILE, in_use), contextlib.closing(loader):
         _check_settings(out, settings)

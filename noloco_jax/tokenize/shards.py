@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from noloco_jax.data.documents import Loader, ReplicaDocuments, read_documents
 from noloco_jax.data.positions import DataPosition, start_position
-from noloco_jax.data.prefetch import Loader, ReplicaDocuments, read_documents
 from noloco_jax.data.source import Source
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("attention_mask", pa.list_(pa.int8()))])

@@ -88,7 +88,7 @@ def test_a_change_that_keeps_the_arrays_in_the_state_is_permitted(before, now, t
 
 
 def test_changes_of_what_other_fields_leave_unused_are_not_told():
-    idle = from_dict({"inner": {"momentum": 0.5, "decay_share": 0.5}, "mesh": {"routing": "fixed"}})
+    idle = from_dict({"inner": {"momentum": 0.5}, "mesh": {"routing": "fixed"}})
     assert changes(CONFIG, idle) == []
 
 
@@ -160,9 +160,9 @@ def test_settings_that_the_method_ignores_are_listed():
 
 
 def test_settings_that_go_with_others_are_listed_without_them():
-    alone = {"model": {"num_experts": 16}, "inner": {"momentum": 0.5, "decay_share": 0.5}, "sample_prompt": "a"}
+    alone = {"model": {"num_experts": 16}, "inner": {"momentum": 0.5}, "sample_prompt": "a"}
     alone |= {"data": {"kind": "text", "shuffle_buffer": 7}}
-    names = ["sample_prompt='a'", "model.num_experts=16", "inner.momentum=0.5", "inner.decay_share=0.5"]
+    names = ["sample_prompt='a'", "model.num_experts=16", "inner.momentum=0.5"]
     names += ["data.shuffle_buffer=7"]
     assert sorted(unused_settings(from_dict(alone))) == sorted(names)
     beside = {

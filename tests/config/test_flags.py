@@ -1,6 +1,5 @@
 """The command line: files, their arguments, and a flag for every field."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -63,13 +62,9 @@ def test_a_file_takes_an_argument_after_a_colon(file):
     assert loaded(file + ":diloco").method == "diloco"
 
 
-def test_flags_win_over_the_file(file):
-    assert loaded(file, "--config.num_replicas=2", "--config.method=local").num_replicas == 2
-
-
-def test_references_between_fields_follow_the_flags(file):
+def test_flags_win_over_the_file_and_references_between_fields_follow_them(file):
     config = loaded(file, "--config.inner.lr=0.5", "--config.num_replicas=16")
-    assert (config.inner.min_lr, config.data.batch_size) == (0.05, 4)
+    assert (config.num_replicas, config.inner.min_lr, config.data.batch_size) == (16, 0.05, 4)
 
 
 def test_every_field_can_be_set_whether_the_file_lists_it_or_not(file):
@@ -79,13 +74,6 @@ def test_every_field_can_be_set_whether_the_file_lists_it_or_not(file):
         word = field.allowed.choices[-1:]
         text, value = (word * 2) or (texts[field.type], values[field.type])
         assert flatten(load_config(file, [f"--config.{path}={text}"]).to_dict())[path] == value, path
-
-
-def test_fields_that_are_none_can_be_set(file):
-    overrides = [f"--config.model.rope_scaling.{name}={index + 1}" for index, name in enumerate(ROPE)]
-    config = loaded(file, *overrides, "--config.outer.consensus=1")
-    assert config.outer.consensus == 1.0
-    assert config.model.rope_scaling is not None and config.model.rope_scaling.high_freq_factor == 3.0
 
 
 def test_every_field_that_may_be_none_can_be_made_none(tmp_path):
@@ -101,32 +89,15 @@ def test_every_field_that_may_be_none_can_be_made_none(tmp_path):
     assert loaded(str(saved), "--config.sample_prompt=None").sample_prompt == "None"
 
 
-def test_an_int_in_a_file_does_not_make_a_float_field_an_int(file):
-    assert loaded(file, "--config.inner.clip_norm=0.5").inner.clip_norm == 0.5
-
-
-def test_boolean_flags_take_no_value_or_a_no_prefix(file):
+def test_boolean_flags_may_have_no_value_and_the_last_of_two_flags_counts(file):
     assert loaded(file, "--config.model.tie_embeddings").model.tie_embeddings
-    assert not loaded(file, "--noconfig.data.add_bos").data.add_bos
-    assert loaded(file, "--config.data.add_bos=True").data.add_bos
-    assert not loaded(file, "--config.data.add_bos=false").data.add_bos
-
-
-def test_the_last_of_two_flags_for_a_field_counts(file):
-    assert loaded(file, "--config.seed=1", "--config.seed=2").seed == 2
+    assert not loaded(file, "--config.data.add_bos=True", "--config.data.add_bos=false").data.add_bos
 
 
 def test_a_value_may_follow_its_flag_and_look_like_a_flag():
     overrides, rest = split_overrides(["--workdir", "a", "--config.sample_prompt", "--x y", "-config.mesh.replica=-1"])
     assert overrides == ["--config.sample_prompt=--x y", "-config.mesh.replica=-1"]
     assert rest == ["--workdir", "a"]
-
-
-def test_a_file_that_returns_a_saved_configuration_loads_it_unchanged(tmp_path):
-    rope = dict.fromkeys(ROPE[:2], 1.0) | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    for config in (TrainConfig(), from_dict({"outer": {"consensus": 0.5}, "model": {"rope_scaling": rope}})):
-        (tmp_path / "a.py").write_text(f"def get_config():\n    return {to_dict(config)!r}\n")
-        assert loaded(str(tmp_path / "a.py")) == config
 
 
 def test_a_run_can_be_repeated_from_its_saved_configuration(file, tmp_path):
@@ -172,15 +143,13 @@ def test_help_lists_every_field_with_its_meaning(help_text):
 
 def test_help_shows_type_values_and_default_of_a_field(help_text):
     for line in (
-        "  method  str, one of noloco, diloco, epidemic, sparseloco, ddp, local (default 'noloco'), "
-        "must match on resume",
-        "  inner.b1  float, 0 or more and less than 1 (default 0.9)",
-        "  outer.consensus  float or None, 0 or more (default None)",
-        "  outer.group_size  int or None, 1 or more (default 2)",
-        "  outer.momentum  float or None, 0 or more and less than 1 (default 0.5 with noloco, 0.9 with diloco)",
-        "  mesh.fsdp  int, 1 or more, or -1 (default 1)",
+        "  method  noloco, diloco, epidemic, sparseloco, ddp, local (default 'noloco'), must match on resume",
+        "  inner.b1  float >= 0 and < 1 (default 0.9)",
+        "  outer.consensus  float >= 0 or None (default None)",
+        "  outer.momentum  float >= 0 and < 1 or None (default 0.5 with noloco, 0.9 with diloco)",
+        "  mesh.fsdp  int >= 1, or -1 (default 1)",
         "  data.add_bos  bool (default True), must match on resume",
-        "  model.rope_scaling.factor  float, more than 0, must match on resume",
+        "  model.rope_scaling.factor  float > 0, must match on resume",
     ):
         assert f"\n{line}\n" in help_text
 
@@ -195,11 +164,9 @@ def test_a_wrong_argument_is_refused_by_name(file):
         "--config.outer.consensus=none": "--config.outer.consensus=none: expected float or None",
         "--config.num_steps=None": "--config.num_steps=None: expected int",
         "--config.outer.nesterov=maybe": "--config.outer.nesterov=maybe: expected true or false",
-        "--config.num_replicas=0": "num_replicas=0 is not allowed: give 1 or more",  # the file divides by it
-        "--config.method=nolocco": "method='nolocco' is unknown: did you mean 'noloco'?",
+        "--config.num_replicas=0": "num_replicas=0 is not allowed: give int >= 1 and < 16384",  # the file divides by it
+        "--config.method=nolocco": "method='nolocco' is not allowed: give one of noloco,",
         "--config.num_steps": "--config.num_steps has no value",
-        "--noconfig.num_steps": "give --config.num_steps=VALUE",
-        "--noconfig.data.add_bos=1": "give --config.data.add_bos=VALUE",
         "--config.outer={}": "--config.outer is a group",
         "--config.outer=None": "--config.outer is a group",
         "--config.model.rope_scaling.factor=8": "model.rope_scaling.low_freq_factor is missing",
@@ -215,12 +182,9 @@ def test_a_wrong_argument_is_refused_by_name(file):
         assert named in refusal("--config", file, argument), argument
 
 
-def test_a_missing_config_flag_is_named():
-    assert "--config" in refusal()
-
-
 def test_a_config_file_that_fails_is_named(tmp_path):
     path = tmp_path / "broken.py"
+    assert "--config" in refusal()
     assert "broken.py does not exist" in refusal(f"--config={path}")
     for text, named in {
         "def get_config():\n    return {}['lr']\n": "line 2: KeyError",
@@ -235,6 +199,7 @@ def test_a_config_file_that_fails_is_named(tmp_path):
         message = refusal(f"--config={path}")
         assert named in message and ("broken.py" in message or "field" in message), text
     assert "outer: expected a group of fields, got 3" in refusal(f"--config={path}", "--config.outer.lr=1")
+    assert "takes no argument, got 'diloco'" in refusal(f"--config={path}:diloco")
 
 
 def test_a_reference_that_cannot_be_evaluated_is_refused(tmp_path):
@@ -291,25 +256,9 @@ def test_a_required_flag_under_another_name_is_answered_with_its_name(file):
         parser.parse_args(["--work_dir=x"])
 
 
-def test_the_bare_name_of_a_config_is_answered_with_its_path():
-    assert "did you mean configs/quickstart.py?" in refusal("--config=quickstart")
-
-
 def test_a_missing_file_is_answered_with_the_nearest_name(file):
+    assert "did you mean configs/quickstart.py?" in refusal("--config=quickstart")
     assert f"did you mean {file}?" in refusal("--config=" + file.replace("some", "soem"))
-
-
-def test_an_argument_to_a_file_that_takes_none_is_refused(tmp_path):
-    (tmp_path / "a.py").write_text("def get_config():\n    return {}\n")
-    assert "takes no argument, got 'diloco'" in refusal(f"--config={tmp_path / 'a.py'}:diloco")
-
-
-def test_a_referenced_int_becomes_a_float_in_a_float_field(tmp_path):
-    path = tmp_path / "a.py"
-    path.write_text(FILE.replace('"lr": 1e-3', '"lr": 1'))
-    assert (loaded(str(path)).inner.lr, loaded(str(path)).inner.min_lr) == (1.0, 0.1)
-    changed = loaded(str(path), "--config.inner.lr=0.5").inner
-    assert (changed.lr, changed.min_lr) == (0.5, 0.05)
 
 
 def test_fields_that_share_a_reference_change_together(tmp_path):
@@ -317,13 +266,6 @@ def test_fields_that_share_a_reference_change_together(tmp_path):
     path.write_text(FILE.replace("    return", "    config.eval_every = config.get_ref('num_replicas')\n    return"))
     assert loaded(str(path), "--config.num_replicas=16").eval_every == 16
     assert loaded(str(path), "--config.eval_every=4").num_replicas == 4
-
-
-def test_a_tool_without_a_config_has_the_same_errors():
-    parser = make_parser("A tool.")
-    assert isinstance(parser, argparse.ArgumentParser)
-    with pytest.raises(UserError, match="unknown argument '--x'"):
-        parser.parse_args(["--x"])
 
 
 def test_the_sources_of_a_mixture_are_set_added_and_left_out_by_name(tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import RunData, prefetch
+from noloco_jax.data import RunData, documents
 from noloco_jax.data.reading import WorkerLostError
 from noloco_jax.errors import TransientError, UserError
 from support.data_makers import CountingTokenizer, open_streams, write_mixture, write_rows
@@ -126,7 +126,7 @@ def test_a_worker_that_ends_twice_for_one_batch_ends_the_run(many_documents, mon
         raise WorkerLostError("a process that reads data was ended")
 
     with monkeypatch.context() as patched, pytest.raises(TransientError, match="reads data was ended"):
-        patched.setattr(prefetch.Loader, "load", lost)
+        patched.setattr(documents, "load_documents", lost)
         next(stream)
     assert (next(stream)["input_ids"] == next(alone)["input_ids"]).all()
 

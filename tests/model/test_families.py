@@ -371,7 +371,7 @@ def test_fragments_that_do_not_divide_a_norm_of_heads_are_refused():
     ("fields", "message"),
     [
         ({"head_dim": 7}, "model.head_dim is 7, which rotary embedding cannot pair up"),
-        ({"sliding_window": 0}, "sliding_window=0 is not allowed: give 1 or more"),
+        ({"sliding_window": 0}, "sliding_window=0 is not allowed: give int >= 1 or None"),
         ({"hidden_size": 30, "num_heads": 4}, "is not a multiple of model.num_heads=4"),
     ],
 )

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import pyarrow.parquet as pq
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
 from noloco_jax.data import HostBatch, RunData, Stream
+from noloco_jax.data.documents import ReplicaDocuments, read_records
 from noloco_jax.data.open_sources import open_source
 from noloco_jax.data.positions import DataPosition
-from noloco_jax.data.prefetch import DocumentReader, ReplicaDocuments
 from noloco_jax.data.source import SourceOptions
 
 OPTIONS = SourceOptions(
@@ -183,10 +184,8 @@ def before_next_document(config: DataConfig, state: dict[str, Any]) -> dict[str,
     """`state` without the shards in front that hold no further document; a redistributed state may have some."""
     source = open_source(config, validation=False, seed=0, vocab_size=None)
     documents = ReplicaDocuments("data", source, state["replica"], state["num_replicas"])
-    reader = DocumentReader(documents, DataPosition.from_json(state))
-    reader.advance()
-    reader.close()
-    return state | reader.position.to_json()
+    with closing(read_records(documents, DataPosition.from_json(state))) as records:
+        return state | next(records)[1].to_json()
 
 
 def read_through(stream: Stream, epoch: int) -> list[int]:
