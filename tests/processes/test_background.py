@@ -27,9 +27,3 @@ def test_overlapped_host_exchanges_train_and_resume_as_in_one_process(config):
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     processes.assert_same_losses(stopped, alone)
     processes.assert_same_training(stopped, alone)
-
-
-def test_processes_without_devices_for_exchanges_are_refused(config):
-    results = processes.run(config, config.parent / "refused", *LATE, number=2, devices=1)
-    assert [status for status, _ in results] == [2, 2], processes.report(results)
-    assert "exchanges on CPU devices beside those that train" in results[0][1]

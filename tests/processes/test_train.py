@@ -1,16 +1,46 @@
-"""Runs over several real processes: training as in one, also after processes are stopped or killed."""
+"""Runs over several real processes: training as in one, stops, kills, a smaller restore, and digests of checkpoints."""
 
+import shutil
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+import xxhash
 
 from support import processes
+from support.digested import UNLISTED
 
 pytestmark = pytest.mark.timeout(900)
 
 # Processes agree to stop within a second or two of a SIGTERM; a fast machine takes many steps meanwhile.
 LONG = ("--config.num_steps=40", "--config.checkpoint_every=6")
+LAST = Path("checkpoints/40")
+LONGER = ("--config.num_steps=44",)
+# Steps too small to change a weight, and no outer step: the final checkpoint holds the restored weights.
+STILL = ("--config.inner.lr=1e-30", "--config.inner.min_lr=0", "--config.outer.sync_every=100")
+FEWER = (*LONGER, *STILL, "--config.num_replicas=2", "--config.elastic=keep")
+
+
+class Hashing(NamedTuple):
+    """Run of two processes: its folder, (status, output) of each, and the files of checkpoint 40 that each hashed."""
+
+    workdir: Path
+    results: list[tuple[int, str]]
+    files: list[list[str]]
+
+
+def hashing(config: Path, workdir: Path, *arguments: str) -> Hashing:
+    """Run two processes that log the files they hash."""
+    log = workdir.with_name(f"{workdir.name}_hashed_{len(list(workdir.parent.iterdir()))}")
+    log.mkdir()
+    results = processes.finish(
+        processes.start(config, workdir, *arguments, number=2, module=("support.digested", str(log)))
+    )
+    lines = [(log / name).read_text().replace(".orbax-checkpoint-tmp", "").splitlines() for name in ("0", "1")]
+    files = [[line.partition(f"{LAST}/")[2] for line in of_process if f"{LAST}/" in line] for of_process in lines]
+    return Hashing(workdir, results, files)
 
 
 @pytest.fixture(scope="module")
@@ -20,24 +50,22 @@ def alone(config) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(config) -> tuple[Path, list[str]]:
-    """Return the workdir of the run over two processes with two replicas each, and the output of each process."""
-    workdir = config.parent / "two"
-    results = processes.run(config, workdir, *LONG, number=2)
-    assert [status for status, _ in results] == [0, 0], processes.report(results)
-    return workdir, [output for _, output in results]
+def two(config) -> Hashing:
+    """Return the run over two processes with two replicas each."""
+    run = hashing(config, config.parent / "two", *LONG)
+    assert [status for status, _ in run.results] == [0, 0], processes.report(run.results)
+    return run
 
 
 def test_replicas_over_processes_train_as_in_one_process(alone, two):
-    workdir, _ = two
-    processes.assert_same_training(workdir, alone)
-    processes.assert_same_losses(workdir, alone)
+    processes.assert_same_training(two.workdir, alone)
+    processes.assert_same_losses(two.workdir, alone)
 
 
 def test_only_the_first_process_reports(two):
-    _, (first, second) = two
-    assert "validation" in first
-    assert "loss" not in second
+    (_, first), (_, second) = two.results
+    assert "perplexity" in first and "curves: " in first
+    assert "perplexity" not in second and "loss" not in second
 
 
 def test_a_run_resumes_on_another_number_of_processes_and_mesh(config, alone):
@@ -60,11 +88,62 @@ def test_a_run_resumes_on_another_number_of_processes_and_mesh(config, alone):
 
 def test_a_run_resumes_bitwise_after_a_sigkill_of_one_process(config, two):
     """The loss of the first process ends the other within a bounded time; a restart resumes."""
-    whole, broken = two[0], config.parent / "broken"
+    broken = config.parent / "broken"
     run = processes.start(config, broken, *LONG, number=2, seconds_per_step=0.05)
     processes.wait_until(processes.reached(broken, 15), run)
     run[0].send_signal(signal.SIGKILL)
     assert all(status != 0 for status, _ in processes.finish(run))
     results = processes.run(config, broken, *LONG, number=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
-    processes.assert_equal_runs(broken, whole)
+    processes.assert_equal_runs(broken, two.workdir)
+
+
+def test_a_smaller_run_keeps_weights_bitwise_and_data_over_two_processes_and_in_one(config, two):
+    fewer = {number: config.parent / f"fewer{number}" for number in (1, 2)}
+    for number, workdir in fewer.items():
+        shutil.copytree(two.workdir, workdir)
+        results = processes.run(config, workdir, *FEWER, number=number)
+        assert [status for status, _ in results] == [0] * number, processes.report(results)
+        assert "elastic='keep': 4 replicas become 2, replicas 0 to 1 stay" in results[0][1]
+    before = processes.weights(two.workdir)
+    assert np.abs(before["['embed']"][0] - before["['embed']"][1]).max() > 1e-3
+    for workdir in fewer.values():
+        after = processes.weights(workdir)
+        for name in before:
+            np.testing.assert_array_equal(after[name], before[name][:2], err_msg=name)
+    processes.assert_same_losses(fewer[2], fewer[1], since=40)
+
+
+def test_each_process_hashes_its_own_arrays_and_the_first_all_other_files(two):
+    folder = two.workdir / LAST
+    _, *lines = (folder / "digests.txt").read_text().splitlines()
+    listed = {name: (digest, int(size)) for digest, size, name in (line.split() for line in lines)}
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    assert listed.keys() == files.keys() - UNLISTED
+    for name in listed:
+        content = files[name].read_bytes()
+        assert listed[name] == (xxhash.xxh3_128_hexdigest(content), len(content))
+    first, second = map(sorted, two.files)
+    assert second == sorted(name for name in listed if name.startswith("state/ocdbt.process_1/"))
+    assert sorted(first + second) == sorted(listed)
+
+
+def test_each_process_verifies_its_share_and_both_refuse_damage_found_by_one(config, two):
+    workdir = config.parent / "damaged"
+    shutil.copytree(two.workdir, workdir)
+    _, results, compared = hashing(config, workdir, *LONGER, "--dry_run")
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    first, second = (set(names) for names in compared)
+    small = {f"{item}/{name}" for item in ("run", "data") for name in ("metadata", "commit_success.txt")}
+    assert first & second <= small  # every process reads these
+    assert len(first) > 5 and len(second) > 5
+
+    damaged = max((workdir / LAST / "state/ocdbt.process_1/d").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    for status, output in processes.run(config, workdir, *LONGER, number=2):
+        assert status == 2, output
+        [line] = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert f"{LAST} cannot be read (state/ocdbt.process_1/d/{damaged.name} does not match its digest" in line
+        assert "Traceback" not in output

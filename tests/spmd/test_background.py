@@ -5,6 +5,7 @@
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -82,6 +83,12 @@ def test_hosts_mirror_the_mesh_on_devices_that_do_not_train():
 def test_a_delay_that_one_device_imitates_takes_no_devices_from_its_replicas():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=1, fsdp=4, tensor=2))
     assert training_devices(config, jax.devices("cpu")) == jax.devices("cpu")
+
+
+def test_processes_of_one_cpu_device_each_are_refused():
+    devices = [SimpleNamespace(platform="cpu", process_index=number) for number in range(2)]
+    with pytest.raises(UserError, match="exchanges on CPU devices beside those that train, and a process has one"):
+        training_devices(CONFIG, devices)
 
 
 def test_a_mesh_that_leaves_no_devices_for_exchanges_is_refused():
