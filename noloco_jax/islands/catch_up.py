@@ -16,14 +16,16 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from typing import Any, NamedTuple, Protocol
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import PIECE_BYTES, Broken, Unfit
-from noloco_jax.islands.node import GREET_SECONDS, Network, Node
-from noloco_jax.islands.peers import MAX_ROUND, check_status
+from noloco_jax.islands.exchange import NOT_YET_SECONDS, PIECE_BYTES, Broken, Unfit
+from noloco_jax.islands.interfaces import Network
+from noloco_jax.islands.node import Node
+from noloco_jax.islands.peers import FINISHED, MAX_ROUND
 
 REACH_SECONDS = 5.0  # behind by more than these and the patience: catch up
 STUCK_SECONDS = 3.0  # behind by more than the patience, and no closer for as long: catch up
 CHECK_SECONDS = 0.5  # between two questions to peers while behind
 SILENT_DONOR_SECONDS = 20.0  # without a frame: it is left for another one
+GIVE_SECONDS = 600.0  # for a donor's training to give a copy, between two of its inner steps
 RETRY_SECONDS = 2.0
 ASKED_AT_ONCE = 16
 CATCH_UP, WHOLE = pb.WeightsRequest.CATCH_UP, pb.WeightsRequest.WHOLE
@@ -70,16 +72,31 @@ class State(Protocol):
 
 
 async def give(node: Node, state: State, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
-    """Yield the frames for a peer or a command; raise `Refused` where there are no weights to give."""
-    phase = node.phase
-    if phase not in (pb.Status.TRAINING, pb.Status.FINISHED) or (request.last and phase != pb.Status.FINISHED):
-        raise Broken("it has no weights to give yet" if phase != pb.Status.LEAVING else "it leaves")
-    data = await state.weights(request.kind)
+    """Yield the frames for a peer or a command; raise `Broken` where there are no weights to give."""
+    has_last = node.phase in FINISHED
+    if not has_last and (request.last or node.phase != pb.Status.TRAINING):
+        raise Broken("it has no weights to give yet" if node.phase != pb.Status.LEAVING else "it leaves")
+    copying = asyncio.ensure_future(state.weights(request.kind))
+    async for frame in _until_done(copying):
+        yield frame
+    data = copying.result()
     yield pb.WeightsFrame(offer=pb.Offer(num_bytes=len(data), round=node.round))
     view = memoryview(data)
     for start in range(0, len(data), PIECE_BYTES):
         yield pb.WeightsFrame(piece=pb.Piece(data=bytes(view[start : start + PIECE_BYTES])))
-    yield pb.WeightsFrame(position=await state.position(request.kind))
+    copying = asyncio.ensure_future(state.position(request.kind))
+    async for frame in _until_done(copying):
+        yield frame
+    yield pb.WeightsFrame(position=copying.result())
+
+
+async def _until_done(copying: asyncio.Future) -> AsyncIterator[pb.WeightsFrame]:
+    """Yield a sign of life every few seconds until the training, whose steps may be long, has given its copy."""
+    try:
+        while not (await asyncio.wait([copying], timeout=NOT_YET_SECONDS))[0]:
+            yield pb.WeightsFrame(not_yet=pb.NotYet())
+    finally:
+        copying.cancel()
 
 
 async def receive(network: Network, donor: str, request: pb.WeightsRequest, size: int) -> tuple[bytes, pb.Position]:
@@ -92,9 +109,12 @@ async def receive(network: Network, donor: str, request: pb.WeightsRequest, size
     frames = network.weights(donor, request).__aiter__()
 
     async def next_frame(kind: str) -> Any:
+        frame = pb.WeightsFrame(not_yet=pb.NotYet())
         try:
-            async with asyncio.timeout(SILENT_DONOR_SECONDS):
-                frame = await frames.__anext__()
+            async with asyncio.timeout(GIVE_SECONDS):
+                while frame.HasField("not_yet"):
+                    async with asyncio.timeout(SILENT_DONOR_SECONDS):
+                        frame = await anext(frames)
         except TimeoutError:
             raise Broken(f"no answer in {SILENT_DONOR_SECONDS:g} s") from None
         except StopAsyncIteration:
@@ -109,9 +129,9 @@ async def receive(network: Network, donor: str, request: pb.WeightsRequest, size
         pieces, missing = [], size
         while missing:
             piece = (await next_frame("piece")).data
+            if len(piece) != min(PIECE_BYTES, missing):
+                raise Unfit(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
             missing -= len(piece)
-            if not piece or missing < 0:
-                raise Unfit(f"weights of other than {size} bytes")
             pieces.append(piece)
         position = await next_frame("position")
         await _to_the_end(frames)
@@ -128,30 +148,6 @@ async def _to_the_end(frames: AsyncIterator[pb.WeightsFrame]) -> None:
         async with asyncio.timeout(SILENT_DONOR_SECONDS):
             await anext(frames)
         raise Unfit("a frame after the last one")
-
-
-async def ask(node: Node, names: Iterable[str], seconds: float = GREET_SECONDS, **fields: Any) -> dict[str, pb.Status]:
-    """Greet peers at once; return the answers of those that answer and do not refuse."""
-    found: dict[str, pb.Status] = {}
-
-    async def one(name: str) -> None:
-        try:
-            status = await node.network.greet(name, node.greeting(**fields), seconds)
-            check_status(status)
-        except (Broken, Unfit):
-            return
-        if (peer := node.peers.get(name)) is None:
-            return
-        peer.wrong = status.wrong[:300]
-        if not status.wrong:
-            found[name] = status
-            peer.finished = status.phase == pb.Status.FINISHED
-            node.hear(name, status.timing, status.incarnation)
-            peer.finished = status.phase == pb.Status.FINISHED
-            node.take_news(name, status.roster_version)
-
-    await asyncio.gather(*map(one, names))
-    return found
 
 
 def sample(node: Node, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:
@@ -184,7 +180,7 @@ class CatchUp:
         while True:
             await node.until(lambda: any(peer.round - node.round >= patience for peer in node.peers.values()))
             if node.phase == pb.Status.TRAINING:
-                statuses = await ask(node, sample(node))
+                statuses = await node.ask(sample(node))
                 if self.is_behind(statuses.values()):
                     await self.from_one_of(statuses)
                     self._stuck = None
@@ -225,7 +221,7 @@ class CatchUp:
             try:
                 size = self._state.num_bytes(kind)
                 data, position = await receive(node.network, name, pb.WeightsRequest(kind=kind), size)
-                self._check(position, await ask(node, [*sample(node), name]))
+                self._check(position, await node.ask([*sample(node), name]))
                 state = await self._state.received(kind, data, position)
             except (Broken, Unfit) as error:
                 node.tell(f"takes no weights from {name}: {error}")

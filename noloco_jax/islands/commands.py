@@ -10,7 +10,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.certificates import VIEWER
 from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.keys import AUTHORITY, CERTIFICATE, Credentials, load_keys, owner_of
+from noloco_jax.islands.keys import CERTIFICATE, Credentials, authority_in, check_loopback, load_keys, owner_of
 from noloco_jax.islands.peers import check_status
 from noloco_jax.islands.roster import MEMBERS_FILE, BadRosterError, Roster, newest, parse_document, read_run
 from noloco_jax.islands.transport import Dialler
@@ -61,16 +61,10 @@ def open_run(roster: Path, keys: Path | None) -> Run:
 
     Raises `UserError` for files that are not right, and where keys are missing.
     """
-    authority = keys / AUTHORITY if keys is not None and (keys / AUTHORITY).exists() else None
-    pem = None if authority is None else authority.read_bytes()
+    pem = authority_in(keys)
     known = read_run(roster, pem)
     if keys is None:
-        for member in known.members:
-            if not member.address.is_loopback:
-                raise UserError(
-                    f"{member.name} at {member.address} can be reached from other machines: give --keys=FOLDER "
-                    "(python -m noloco_jax.island keys makes them)"
-                )
+        check_loopback(known)
         return Run(known, "", None)
     if (keys / CERTIFICATE).exists():
         name = owner_of(keys, known)

@@ -14,7 +14,7 @@ again with the same round and incarnation, and answered by `Done` if the answeri
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from noloco_jax.islands import messages_pb2 as pb
 
@@ -81,7 +81,7 @@ async def offer(
       Broken: if the call ended.
       Unfit: if the partner sent what no honest peer sends.
     """
-    await _send(stream, pb.Frame(hello=hello))
+    await send(stream, pb.Frame(hello=hello))
     while (kind := (frame := await _receive(stream)).WhichOneof("kind")) == "not_yet":
         hear(frame.not_yet.timing, 0, 0)
     if kind == "no":
@@ -96,10 +96,10 @@ async def offer(
     try:
         own = await side.judge(theirs, accept.tokens)
     except Unfit:
-        await _send(stream, pb.Frame(received=pb.Received(good=False)))
+        await send(stream, pb.Frame(received=pb.Received(good=False)))
         raise
     hold()
-    await _send(stream, pb.Frame(received=pb.Received(good=True, factor=own)))
+    await send(stream, pb.Frame(received=pb.Received(good=True, factor=own)))
     return checked_factor(_expect(await _receive(stream), "commit").commit.factor)
 
 
@@ -115,14 +115,14 @@ async def answer(stream: Stream, accept: pb.Accept, tokens: int, side: Side, com
 
     Raises `Broken` and `Unfit` as `offer`.
     """
-    await _send(stream, pb.Frame(accept=accept))
+    await send(stream, pb.Frame(accept=accept))
     theirs = await _swap(stream, side)
     await side.judge(theirs, tokens)
     received = _expect(await _receive(stream), "received").received
     if not received.good:
         raise Broken("it refuses this island's message")
     own = commit(checked_factor(received.factor))
-    await _send(stream, pb.Frame(commit=pb.Commit(factor=own)))
+    await send(stream, pb.Frame(commit=pb.Commit(factor=own)))
 
 
 async def receive_hello(stream: Stream) -> pb.Hello:
@@ -133,17 +133,12 @@ async def receive_hello(stream: Stream) -> pb.Hello:
     return frame.hello
 
 
-async def send_answer(stream: Stream, frame: pb.Frame) -> None:
-    """Send the last frame of a call."""
-    await _send(stream, frame)
-
-
 async def hold_until(ready: Awaitable[None], stream: Stream, timing: Callable[[], pb.Timing]) -> None:
     """Wait for the own round's end, and tell the dialler that the call is held."""
     waiting = asyncio.ensure_future(ready)
     try:
         while not waiting.done():
-            await _send(stream, pb.Frame(not_yet=pb.NotYet(timing=timing())))
+            await send(stream, pb.Frame(not_yet=pb.NotYet(timing=timing())))
             await asyncio.wait([waiting], timeout=NOT_YET_SECONDS)
     finally:
         waiting.cancel()
@@ -180,7 +175,7 @@ async def _swap(stream: Stream, side: Side) -> list[bytes]:
 async def _send_pieces(stream: Stream, data: bytes) -> None:
     view = memoryview(data)
     for start in range(0, len(data), PIECE_BYTES):
-        await _send(stream, pb.Frame(piece=pb.Piece(data=bytes(view[start : start + PIECE_BYTES]))))
+        await send(stream, pb.Frame(piece=pb.Piece(data=bytes(view[start : start + PIECE_BYTES]))))
 
 
 async def _receive_pieces(stream: Stream, size: int) -> bytes:
@@ -188,14 +183,15 @@ async def _receive_pieces(stream: Stream, size: int) -> bytes:
     pieces, missing = [], size
     while missing:
         piece = _expect(await _receive(stream), "piece").piece.data
+        if len(piece) != min(PIECE_BYTES, missing):  # small ones, slowly, would hold this island for as long
+            raise Unfit(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
         missing -= len(piece)
-        if not piece or missing < 0:
-            raise Unfit(f"a message of other than {size} bytes")
         pieces.append(piece)
     return b"".join(pieces)
 
 
-async def _send(stream: Stream, frame: pb.Frame) -> None:
+async def send(stream: Any, frame: Any) -> None:
+    """Send a frame; raise `Broken` where the peer takes nothing."""
     try:
         async with asyncio.timeout(SILENT_SECONDS):
             await stream.send(frame)

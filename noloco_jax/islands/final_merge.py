@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
+from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.network import Link
 from noloco_jax.islands.steps import IslandSteps
@@ -20,6 +21,7 @@ from noloco_jax.spmd.first_process import from_first_process, to_first_process
 from noloco_jax.spmd.programs import TrainState
 
 _RETRY_SECONDS = 0.2  # before asking again an island that gave nothing
+_GONE_SECONDS = 30.0  # for an island to give its weights that needs none, and may have gone
 
 
 class FinalMerge:
@@ -54,7 +56,7 @@ class FinalMerge:
             lambda: link is not None and self._own in link.active() and not link.is_removed
         )
         if link is not None:
-            link.leave(finished=is_member)
+            link.leave(pb.Status.FINISHED if is_member else pb.Status.LEAVING)
         if not is_member:
             self._report(f"not merged, as {self._own} is no member of the run now: it keeps its own weights")
             return state
@@ -73,17 +75,19 @@ class FinalMerge:
                 time.sleep(0.02)
             if link is not None and merging is not None:
                 mean = [x.astype(like.dtype) for x, like in zip(merging.result(), likes, strict=True)]
-        # Others still fetch these weights; all have them, or the time is over.
-        steps.linger(state, step, self._seconds, self._is_stopping, lambda line: None, self._all_have_merged)
+        if link is not None:
+            link.leave(pb.Status.MERGED)
+        # Others still fetch these weights, until they have merged, too, or have gone.
+        steps.serve_until(state, step, self._seconds, self._is_stopping, self._is_needless)
         if link is not None:
             link.take_all()  # what came meanwhile is in no mean, as the others may have had the weights before
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in likes]
         return state._replace(params=structure.unflatten(from_first_process(mean, specs)))
 
-    def _all_have_merged(self) -> bool:
-        """Return whether all islands that are merged have fetched these weights."""
+    def _is_needless(self, ask_seconds: float) -> bool:
+        """Return whether no island that is merged here may still fetch these weights."""
         link = self._steps.link
-        return link is None or link.has_served(self._peers)
+        return link is None or not link.unmerged(self._peers, ask_seconds)
 
     def _mean(self, link: Link, own: list[np.ndarray], deadline: float) -> list[np.ndarray]:
         """Return the mean of the own weights and the peers', added up in the order of ids.
@@ -124,12 +128,14 @@ class FinalMerge:
 
     def _fetch(self, link: Link, name: str, deadline: float) -> list[np.ndarray] | str:
         """Return a peer's weights, or why they cannot be had."""
+        started = time.monotonic()
         while True:
             try:
                 return [x.astype(np.float32, copy=False) for x in link.fetch(name).result()]
             except Unfit as error:
                 return str(error)
             except Broken as error:
-                if time.monotonic() > deadline or self._is_stopping():
+                limit = deadline if link.unmerged([name]) else min(deadline, started + _GONE_SECONDS)
+                if time.monotonic() > limit or self._is_stopping():
                     return str(error)
                 time.sleep(_RETRY_SECONDS)

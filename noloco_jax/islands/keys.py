@@ -34,7 +34,7 @@ from noloco_jax.islands.certificates import (
     pem_of,
     pem_of_key,
 )
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import MEMBERS_FILE, Roster, newest, read_run
 
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # no island can have these names, as names have no dot
 CERTIFICATE, KEY = "cert.pem", "key.pem"
@@ -205,17 +205,41 @@ def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentia
     Raises `UserError` for an unknown name, for what `load_keys` raises, and if an address can be reached from elsewhere
     and there are no keys.
     """
-    if not is_viewer(name):
-        roster.member(name)
+    roster.member(name)
     if folder is not None:
         return load_keys(folder, name)
+    check_loopback(roster)
+    return None
+
+
+def check_loopback(roster: Roster) -> None:
+    """Raise `UserError` where an address can be reached from elsewhere, so that keys are needed."""
     for island in roster.members:
         if not island.address.is_loopback:
             raise UserError(
                 f"{island.name} at {island.address} can be reached from other machines: give --keys=FOLDER "
                 "(python -m noloco_jax.island keys makes them)"
             )
-    return None
+
+
+def authority_in(folder: Path | None) -> bytes | None:
+    """Return the certificate of the run's authority in a folder of keys, or None."""
+    path = None if folder is None else folder / AUTHORITY
+    return path.read_bytes() if path is not None and path.exists() else None
+
+
+def open_membership(
+    roster: Path | Roster, name: str, keys: Path | None, workdir: Path
+) -> tuple[Roster, Credentials | None]:
+    """Return the newest roster that an island knows, and its keys.
+
+    Raises `UserError` as `read_run`, `credentials_for` and `newest`.
+    """
+    authority = authority_in(keys)
+    if not isinstance(roster, Roster):
+        roster = read_run(roster, authority)
+    credentials = credentials_for(roster, name, keys)
+    return newest(workdir / MEMBERS_FILE, roster, authority), credentials
 
 
 def issue_in(folder: Path) -> int:

@@ -11,6 +11,7 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.certificates import VIEWER, is_viewer
 from noloco_jax.islands.commands import Found, Run, discover, open_run
 from noloco_jax.islands.keys import AUTHORITY, AUTHORITY_KEY, authority_key, issue_in, make_keys, signing_alone
+from noloco_jax.islands.peers import FINISHED
 from noloco_jax.islands.roster import (
     MEMBERS_FILE,
     Member,
@@ -187,6 +188,6 @@ def _last_round(found: Found, leaving: str) -> int | None:
     """
     active = found.run.roster.active(max(found.round, 0))
     others = [status for name, status in found.statuses.items() if name in active and name != leaving]
-    if not others or any(status.phase != pb.Status.FINISHED for status in others):
+    if not others or any(status.phase not in FINISHED for status in others):
         return None
     return max(min(status.round for status in others), 0)

@@ -13,8 +13,8 @@ from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
+from noloco_jax.islands.interfaces import Settings
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.node import Settings
 from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.peers import PROTOCOL
 from noloco_jax.islands.roster import Address, Roster

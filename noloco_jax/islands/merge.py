@@ -30,6 +30,7 @@ from noloco_jax.islands.commands import Run, ask_all, open_run
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.membership import ISLAND_FILE, common_values
 from noloco_jax.islands.payload import EXACT, StateForms, specs_of
+from noloco_jax.islands.peers import FINISHED
 from noloco_jax.islands.transport import Dialler
 from noloco_jax.metrics.console import by_source
 from noloco_jax.metrics.evaluate import evaluate_alone, read_validation
@@ -150,7 +151,7 @@ async def of_live_islands(run: Run, dialler: Dialler, ask_seconds: float, second
     for name, status in found.statuses.items():
         if name not in active:
             continue
-        if status.phase not in (pb.Status.TRAINING, pb.Status.FINISHED):
+        if status.phase not in (pb.Status.TRAINING, *FINISHED):
             away[name] = f"{name} has no weights: it starts or leaves"
         else:
             details[name] = _details(name, status)

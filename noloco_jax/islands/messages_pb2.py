@@ -4,84 +4,87 @@
 # source: noloco_jax/islands/messages.proto
 # Protobuf Python Version: 6.30.0
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 30, 0, "", "noloco_jax/islands/messages.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    30,
+    0,
+    '',
+    'noloco_jax/islands/messages.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n!noloco_jax/islands/messages.proto\x12\x06noloco"\x94\x02\n\x05\x46rame\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\r.noloco.HelloH\x00\x12 \n\x06\x61\x63\x63\x65pt\x18\x02 \x01(\x0b\x32\x0e.noloco.AcceptH\x00\x12!\n\x07not_yet\x18\x03 \x01(\x0b\x32\x0e.noloco.NotYetH\x00\x12\x18\n\x02no\x18\x04 \x01(\x0b\x32\n.noloco.NoH\x00\x12\x1c\n\x04\x64one\x18\x05 \x01(\x0b\x32\x0c.noloco.DoneH\x00\x12\x1e\n\x05piece\x18\x06 \x01(\x0b\x32\r.noloco.PieceH\x00\x12$\n\x08received\x18\x07 \x01(\x0b\x32\x10.noloco.ReceivedH\x00\x12 \n\x06\x63ommit\x18\x08 \x01(\x0b\x32\x0e.noloco.CommitH\x00\x42\x06\n\x04kind";\n\x06Timing\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0b\n\x03\x61go\x18\x02 \x01(\x01\x12\x15\n\rround_seconds\x18\x03 \x01(\x01"\x96\x01\n\x05Hello\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x10\n\x08identity\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x1e\n\x06timing\x18\x05 \x01(\x0b\x32\x0e.noloco.Timing\x12\x16\n\x0eroster_version\x18\x06 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t"e\n\x06\x41\x63\x63\x65pt\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x1e\n\x06timing\x18\x03 \x01(\x0b\x32\x0e.noloco.Timing\x12\x16\n\x0eroster_version\x18\x04 \x01(\x04"(\n\x06NotYet\x12\x1e\n\x06timing\x18\x01 \x01(\x0b\x32\x0e.noloco.Timing"\xeb\x01\n\x02No\x12!\n\x06reason\x18\x01 \x01(\x0e\x32\x11.noloco.No.Reason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1e\n\x06timing\x18\x03 \x01(\x0b\x32\x0e.noloco.Timing\x12\x16\n\x0eroster_version\x18\x04 \x01(\x04"|\n\x06Reason\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x08\n\x04OVER\x10\x01\x12\x0f\n\x0bNOT_PARTNER\x10\x02\x12\x0b\n\x07LEAVING\x10\x03\x12\x0f\n\x0bQUARANTINED\x10\x04\x12\t\n\x05WRONG\x10\x05\x12\x10\n\x0cNOT_TRAINING\x10\x06\x12\x0f\n\x0bOVER_BEFORE\x10\x07"\x16\n\x04\x44one\x12\x0e\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01"\x15\n\x05Piece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c"(\n\x08Received\x12\x0c\n\x04good\x18\x01 \x01(\x08\x12\x0e\n\x06\x66\x61\x63tor\x18\x02 \x01(\x01"\x18\n\x06\x43ommit\x12\x0e\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01"l\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\nfrom_round\x18\x04 \x01(\x04\x12\x13\n\x0buntil_round\x18\x05 \x01(\x04\x12\x0e\n\x06issued\x18\x06 \x01(\x04"]\n\x06Roster\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x1f\n\x07members\x18\x03 \x03(\x0b\x32\x0e.noloco.Member\x12\x14\n\x0cnum_founders\x18\x04 \x01(\r"1\n\x0cSignedRoster\x12\x0e\n\x06roster\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c"\xcc\x02\n\x08Greeting\x12\x30\n\x08identity\x18\x01 \x03(\x0b\x32\x1e.noloco.Greeting.IdentityEntry\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x16\n\x0eroster_version\x18\x03 \x01(\x04\x12$\n\x06roster\x18\x04 \x01(\x0b\x32\x14.noloco.SignedRoster\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0cwants_roster\x18\x06 \x01(\x08\x12\x15\n\rwants_details\x18\x07 \x01(\x08\x12\x13\n\x0buntil_ready\x18\x08 \x01(\x08\x12\x14\n\x0chold_seconds\x18\t \x01(\x01\x12\x0f\n\x07leaving\x18\n \x01(\x08\x12\x10\n\x08\x66inished\x18\x0b \x01(\x08\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"\xb7\x04\n\x06Status\x12#\n\x05phase\x18\x01 \x01(\x0e\x32\x14.noloco.Status.Phase\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x14\n\x0chas_averaged\x18\x05 \x01(\x08\x12\x0b\n\x03\x64ue\x18\x06 \x01(\x04\x12\x11\n\tcommitted\x18\x07 \x01(\x04\x12\x11\n\tone_sided\x18\x08 \x01(\x04\x12\x12\n\nsteps_late\x18\t \x01(\x01\x12\x0f\n\x07partner\x18\n \x01(\t\x12\x16\n\x0eroster_version\x18\x0b \x01(\x04\x12\x13\n\x0bnum_members\x18\x0c \x01(\r\x12\x1e\n\x06timing\x18\r \x01(\x0b\x32\x0e.noloco.Timing\x12\r\n\x05wrong\x18\x0e \x01(\t\x12$\n\x06roster\x18\x0f \x01(\x0b\x32\x14.noloco.SignedRoster\x12\x0f\n\x07\x64\x65tails\x18\x10 \x01(\t\x12,\n\x07\x66igures\x18\x11 \x03(\x0b\x32\x1b.noloco.Status.FiguresEntry\x12\x1b\n\x05peers\x18\x12 \x03(\x0b\x32\x0c.noloco.Peer\x12\x0f\n\x07notices\x18\x13 \x03(\t\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01"I\n\x05Phase\x12\x0c\n\x08STARTING\x10\x00\x12\t\n\x05READY\x10\x01\x12\x0c\n\x08TRAINING\x10\x02\x12\x0c\n\x08\x46INISHED\x10\x03\x12\x0b\n\x07LEAVING\x10\x04"1\n\x04Peer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x01\x12\r\n\x05\x66\x61ult\x18\x03 \x01(\t"u\n\x0eWeightsRequest\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.noloco.WeightsRequest.Kind\x12\x0c\n\x04last\x18\x02 \x01(\x08"*\n\x04Kind\x12\t\n\x05\x45XACT\x10\x00\x12\x0c\n\x08\x43\x41TCH_UP\x10\x01\x12\t\n\x05WHOLE\x10\x02"|\n\x0cWeightsFrame\x12\x1e\n\x05offer\x18\x01 \x01(\x0b\x32\r.noloco.OfferH\x00\x12\x1e\n\x05piece\x18\x02 \x01(\x0b\x32\r.noloco.PieceH\x00\x12$\n\x08position\x18\x03 \x01(\x0b\x32\x10.noloco.PositionH\x00\x42\x06\n\x04kind")\n\x05Offer\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\r\n\x05round\x18\x02 \x01(\x03"L\n\x08Position\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0chas_averaged\x18\x03 \x01(\x08\x12\r\n\x05small\x18\x04 \x01(\x0c\x32\x9c\x01\n\x06Island\x12,\n\x08\x45xchange\x12\r.noloco.Frame\x1a\r.noloco.Frame(\x01\x30\x01\x12)\n\x05Greet\x12\x10.noloco.Greeting\x1a\x0e.noloco.Status\x12\x39\n\x07Weights\x12\x16.noloco.WeightsRequest\x1a\x14.noloco.WeightsFrame0\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!noloco_jax/islands/messages.proto\x12\x06noloco\"\x94\x02\n\x05\x46rame\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\r.noloco.HelloH\x00\x12 \n\x06\x61\x63\x63\x65pt\x18\x02 \x01(\x0b\x32\x0e.noloco.AcceptH\x00\x12!\n\x07not_yet\x18\x03 \x01(\x0b\x32\x0e.noloco.NotYetH\x00\x12\x18\n\x02no\x18\x04 \x01(\x0b\x32\n.noloco.NoH\x00\x12\x1c\n\x04\x64one\x18\x05 \x01(\x0b\x32\x0c.noloco.DoneH\x00\x12\x1e\n\x05piece\x18\x06 \x01(\x0b\x32\r.noloco.PieceH\x00\x12$\n\x08received\x18\x07 \x01(\x0b\x32\x10.noloco.ReceivedH\x00\x12 \n\x06\x63ommit\x18\x08 \x01(\x0b\x32\x0e.noloco.CommitH\x00\x42\x06\n\x04kind\";\n\x06Timing\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0b\n\x03\x61go\x18\x02 \x01(\x01\x12\x15\n\rround_seconds\x18\x03 \x01(\x01\"\x96\x01\n\x05Hello\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x10\n\x08identity\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x1e\n\x06timing\x18\x05 \x01(\x0b\x32\x0e.noloco.Timing\x12\x16\n\x0eroster_version\x18\x06 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\"e\n\x06\x41\x63\x63\x65pt\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x1e\n\x06timing\x18\x03 \x01(\x0b\x32\x0e.noloco.Timing\x12\x16\n\x0eroster_version\x18\x04 \x01(\x04\"(\n\x06NotYet\x12\x1e\n\x06timing\x18\x01 \x01(\x0b\x32\x0e.noloco.Timing\"\xeb\x01\n\x02No\x12!\n\x06reason\x18\x01 \x01(\x0e\x32\x11.noloco.No.Reason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1e\n\x06timing\x18\x03 \x01(\x0b\x32\x0e.noloco.Timing\x12\x16\n\x0eroster_version\x18\x04 \x01(\x04\"|\n\x06Reason\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x08\n\x04OVER\x10\x01\x12\x0f\n\x0bNOT_PARTNER\x10\x02\x12\x0b\n\x07LEAVING\x10\x03\x12\x0f\n\x0bQUARANTINED\x10\x04\x12\t\n\x05WRONG\x10\x05\x12\x10\n\x0cNOT_TRAINING\x10\x06\x12\x0f\n\x0bOVER_BEFORE\x10\x07\"\x16\n\x04\x44one\x12\x0e\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01\"\x15\n\x05Piece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"(\n\x08Received\x12\x0c\n\x04good\x18\x01 \x01(\x08\x12\x0e\n\x06\x66\x61\x63tor\x18\x02 \x01(\x01\"\x18\n\x06\x43ommit\x12\x0e\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01\"l\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\nfrom_round\x18\x04 \x01(\x04\x12\x13\n\x0buntil_round\x18\x05 \x01(\x04\x12\x0e\n\x06issued\x18\x06 \x01(\x04\"]\n\x06Roster\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x1f\n\x07members\x18\x03 \x03(\x0b\x32\x0e.noloco.Member\x12\x14\n\x0cnum_founders\x18\x04 \x01(\r\"1\n\x0cSignedRoster\x12\x0e\n\x06roster\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"\xce\x02\n\x08Greeting\x12\x30\n\x08identity\x18\x01 \x03(\x0b\x32\x1e.noloco.Greeting.IdentityEntry\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x16\n\x0eroster_version\x18\x03 \x01(\x04\x12$\n\x06roster\x18\x04 \x01(\x0b\x32\x14.noloco.SignedRoster\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0cwants_roster\x18\x06 \x01(\x08\x12\x15\n\rwants_details\x18\x07 \x01(\x08\x12\x13\n\x0buntil_ready\x18\x08 \x01(\x08\x12\x14\n\x0chold_seconds\x18\t \x01(\x01\x12#\n\x05phase\x18\n \x01(\x0e\x32\x14.noloco.Status.Phase\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc3\x04\n\x06Status\x12#\n\x05phase\x18\x01 \x01(\x0e\x32\x14.noloco.Status.Phase\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x14\n\x0chas_averaged\x18\x05 \x01(\x08\x12\x0b\n\x03\x64ue\x18\x06 \x01(\x04\x12\x11\n\tcommitted\x18\x07 \x01(\x04\x12\x11\n\tone_sided\x18\x08 \x01(\x04\x12\x12\n\nsteps_late\x18\t \x01(\x01\x12\x0f\n\x07partner\x18\n \x01(\t\x12\x16\n\x0eroster_version\x18\x0b \x01(\x04\x12\x13\n\x0bnum_members\x18\x0c \x01(\r\x12\x1e\n\x06timing\x18\r \x01(\x0b\x32\x0e.noloco.Timing\x12\r\n\x05wrong\x18\x0e \x01(\t\x12$\n\x06roster\x18\x0f \x01(\x0b\x32\x14.noloco.SignedRoster\x12\x0f\n\x07\x64\x65tails\x18\x10 \x01(\t\x12,\n\x07\x66igures\x18\x11 \x03(\x0b\x32\x1b.noloco.Status.FiguresEntry\x12\x1b\n\x05peers\x18\x12 \x03(\x0b\x32\x0c.noloco.Peer\x12\x0f\n\x07notices\x18\x13 \x03(\t\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x05Phase\x12\x0c\n\x08STARTING\x10\x00\x12\t\n\x05READY\x10\x01\x12\x0c\n\x08TRAINING\x10\x02\x12\x0c\n\x08\x46INISHED\x10\x03\x12\x0b\n\x07LEAVING\x10\x04\x12\n\n\x06MERGED\x10\x05\"1\n\x04Peer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x01\x12\r\n\x05\x66\x61ult\x18\x03 \x01(\t\"u\n\x0eWeightsRequest\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.noloco.WeightsRequest.Kind\x12\x0c\n\x04last\x18\x02 \x01(\x08\"*\n\x04Kind\x12\t\n\x05\x45XACT\x10\x00\x12\x0c\n\x08\x43\x41TCH_UP\x10\x01\x12\t\n\x05WHOLE\x10\x02\"\x9f\x01\n\x0cWeightsFrame\x12\x1e\n\x05offer\x18\x01 \x01(\x0b\x32\r.noloco.OfferH\x00\x12\x1e\n\x05piece\x18\x02 \x01(\x0b\x32\r.noloco.PieceH\x00\x12$\n\x08position\x18\x03 \x01(\x0b\x32\x10.noloco.PositionH\x00\x12!\n\x07not_yet\x18\x04 \x01(\x0b\x32\x0e.noloco.NotYetH\x00\x42\x06\n\x04kind\")\n\x05Offer\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\r\n\x05round\x18\x02 \x01(\x03\"L\n\x08Position\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0chas_averaged\x18\x03 \x01(\x08\x12\r\n\x05small\x18\x04 \x01(\x0c\x32\x9c\x01\n\x06Island\x12,\n\x08\x45xchange\x12\r.noloco.Frame\x1a\r.noloco.Frame(\x01\x30\x01\x12)\n\x05Greet\x12\x10.noloco.Greeting\x1a\x0e.noloco.Status\x12\x39\n\x07Weights\x12\x16.noloco.WeightsRequest\x1a\x14.noloco.WeightsFrame0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "noloco_jax.islands.messages_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'noloco_jax.islands.messages_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_GREETING_IDENTITYENTRY"]._loaded_options = None
-    _globals["_GREETING_IDENTITYENTRY"]._serialized_options = b"8\001"
-    _globals["_STATUS_FIGURESENTRY"]._loaded_options = None
-    _globals["_STATUS_FIGURESENTRY"]._serialized_options = b"8\001"
-    _globals["_FRAME"]._serialized_start = 46
-    _globals["_FRAME"]._serialized_end = 322
-    _globals["_TIMING"]._serialized_start = 324
-    _globals["_TIMING"]._serialized_end = 383
-    _globals["_HELLO"]._serialized_start = 386
-    _globals["_HELLO"]._serialized_end = 536
-    _globals["_ACCEPT"]._serialized_start = 538
-    _globals["_ACCEPT"]._serialized_end = 639
-    _globals["_NOTYET"]._serialized_start = 641
-    _globals["_NOTYET"]._serialized_end = 681
-    _globals["_NO"]._serialized_start = 684
-    _globals["_NO"]._serialized_end = 919
-    _globals["_NO_REASON"]._serialized_start = 795
-    _globals["_NO_REASON"]._serialized_end = 919
-    _globals["_DONE"]._serialized_start = 921
-    _globals["_DONE"]._serialized_end = 943
-    _globals["_PIECE"]._serialized_start = 945
-    _globals["_PIECE"]._serialized_end = 966
-    _globals["_RECEIVED"]._serialized_start = 968
-    _globals["_RECEIVED"]._serialized_end = 1008
-    _globals["_COMMIT"]._serialized_start = 1010
-    _globals["_COMMIT"]._serialized_end = 1034
-    _globals["_MEMBER"]._serialized_start = 1036
-    _globals["_MEMBER"]._serialized_end = 1144
-    _globals["_ROSTER"]._serialized_start = 1146
-    _globals["_ROSTER"]._serialized_end = 1239
-    _globals["_SIGNEDROSTER"]._serialized_start = 1241
-    _globals["_SIGNEDROSTER"]._serialized_end = 1290
-    _globals["_GREETING"]._serialized_start = 1293
-    _globals["_GREETING"]._serialized_end = 1625
-    _globals["_GREETING_IDENTITYENTRY"]._serialized_start = 1578
-    _globals["_GREETING_IDENTITYENTRY"]._serialized_end = 1625
-    _globals["_STATUS"]._serialized_start = 1628
-    _globals["_STATUS"]._serialized_end = 2195
-    _globals["_STATUS_FIGURESENTRY"]._serialized_start = 2074
-    _globals["_STATUS_FIGURESENTRY"]._serialized_end = 2120
-    _globals["_STATUS_PHASE"]._serialized_start = 2122
-    _globals["_STATUS_PHASE"]._serialized_end = 2195
-    _globals["_PEER"]._serialized_start = 2197
-    _globals["_PEER"]._serialized_end = 2246
-    _globals["_WEIGHTSREQUEST"]._serialized_start = 2248
-    _globals["_WEIGHTSREQUEST"]._serialized_end = 2365
-    _globals["_WEIGHTSREQUEST_KIND"]._serialized_start = 2323
-    _globals["_WEIGHTSREQUEST_KIND"]._serialized_end = 2365
-    _globals["_WEIGHTSFRAME"]._serialized_start = 2367
-    _globals["_WEIGHTSFRAME"]._serialized_end = 2491
-    _globals["_OFFER"]._serialized_start = 2493
-    _globals["_OFFER"]._serialized_end = 2534
-    _globals["_POSITION"]._serialized_start = 2536
-    _globals["_POSITION"]._serialized_end = 2612
-    _globals["_ISLAND"]._serialized_start = 2615
-    _globals["_ISLAND"]._serialized_end = 2771
+  DESCRIPTOR._loaded_options = None
+  _globals['_GREETING_IDENTITYENTRY']._loaded_options = None
+  _globals['_GREETING_IDENTITYENTRY']._serialized_options = b'8\001'
+  _globals['_STATUS_FIGURESENTRY']._loaded_options = None
+  _globals['_STATUS_FIGURESENTRY']._serialized_options = b'8\001'
+  _globals['_FRAME']._serialized_start=46
+  _globals['_FRAME']._serialized_end=322
+  _globals['_TIMING']._serialized_start=324
+  _globals['_TIMING']._serialized_end=383
+  _globals['_HELLO']._serialized_start=386
+  _globals['_HELLO']._serialized_end=536
+  _globals['_ACCEPT']._serialized_start=538
+  _globals['_ACCEPT']._serialized_end=639
+  _globals['_NOTYET']._serialized_start=641
+  _globals['_NOTYET']._serialized_end=681
+  _globals['_NO']._serialized_start=684
+  _globals['_NO']._serialized_end=919
+  _globals['_NO_REASON']._serialized_start=795
+  _globals['_NO_REASON']._serialized_end=919
+  _globals['_DONE']._serialized_start=921
+  _globals['_DONE']._serialized_end=943
+  _globals['_PIECE']._serialized_start=945
+  _globals['_PIECE']._serialized_end=966
+  _globals['_RECEIVED']._serialized_start=968
+  _globals['_RECEIVED']._serialized_end=1008
+  _globals['_COMMIT']._serialized_start=1010
+  _globals['_COMMIT']._serialized_end=1034
+  _globals['_MEMBER']._serialized_start=1036
+  _globals['_MEMBER']._serialized_end=1144
+  _globals['_ROSTER']._serialized_start=1146
+  _globals['_ROSTER']._serialized_end=1239
+  _globals['_SIGNEDROSTER']._serialized_start=1241
+  _globals['_SIGNEDROSTER']._serialized_end=1290
+  _globals['_GREETING']._serialized_start=1293
+  _globals['_GREETING']._serialized_end=1627
+  _globals['_GREETING_IDENTITYENTRY']._serialized_start=1580
+  _globals['_GREETING_IDENTITYENTRY']._serialized_end=1627
+  _globals['_STATUS']._serialized_start=1630
+  _globals['_STATUS']._serialized_end=2209
+  _globals['_STATUS_FIGURESENTRY']._serialized_start=2076
+  _globals['_STATUS_FIGURESENTRY']._serialized_end=2122
+  _globals['_STATUS_PHASE']._serialized_start=2124
+  _globals['_STATUS_PHASE']._serialized_end=2209
+  _globals['_PEER']._serialized_start=2211
+  _globals['_PEER']._serialized_end=2260
+  _globals['_WEIGHTSREQUEST']._serialized_start=2262
+  _globals['_WEIGHTSREQUEST']._serialized_end=2379
+  _globals['_WEIGHTSREQUEST_KIND']._serialized_start=2337
+  _globals['_WEIGHTSREQUEST_KIND']._serialized_end=2379
+  _globals['_WEIGHTSFRAME']._serialized_start=2382
+  _globals['_WEIGHTSFRAME']._serialized_end=2541
+  _globals['_OFFER']._serialized_start=2543
+  _globals['_OFFER']._serialized_end=2584
+  _globals['_POSITION']._serialized_start=2586
+  _globals['_POSITION']._serialized_end=2662
+  _globals['_ISLAND']._serialized_start=2665
+  _globals['_ISLAND']._serialized_end=2821
 # @@protoc_insertion_point(module_scope)

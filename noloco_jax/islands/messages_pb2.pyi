@@ -25,17 +25,7 @@ class Frame(_message.Message):
     piece: Piece
     received: Received
     commit: Commit
-    def __init__(
-        self,
-        hello: _Optional[_Union[Hello, _Mapping]] = ...,
-        accept: _Optional[_Union[Accept, _Mapping]] = ...,
-        not_yet: _Optional[_Union[NotYet, _Mapping]] = ...,
-        no: _Optional[_Union[No, _Mapping]] = ...,
-        done: _Optional[_Union[Done, _Mapping]] = ...,
-        piece: _Optional[_Union[Piece, _Mapping]] = ...,
-        received: _Optional[_Union[Received, _Mapping]] = ...,
-        commit: _Optional[_Union[Commit, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., no: _Optional[_Union[No, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("round", "ago", "round_seconds")
@@ -45,9 +35,7 @@ class Timing(_message.Message):
     round: int
     ago: float
     round_seconds: float
-    def __init__(
-        self, round: _Optional[int] = ..., ago: _Optional[float] = ..., round_seconds: _Optional[float] = ...
-    ) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., ago: _Optional[float] = ..., round_seconds: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("round", "incarnation", "identity", "tokens", "timing", "roster_version", "address")
@@ -65,16 +53,7 @@ class Hello(_message.Message):
     timing: Timing
     roster_version: int
     address: str
-    def __init__(
-        self,
-        round: _Optional[int] = ...,
-        incarnation: _Optional[int] = ...,
-        identity: _Optional[int] = ...,
-        tokens: _Optional[int] = ...,
-        timing: _Optional[_Union[Timing, _Mapping]] = ...,
-        roster_version: _Optional[int] = ...,
-        address: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., incarnation: _Optional[int] = ..., identity: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Accept(_message.Message):
     __slots__ = ("incarnation", "tokens", "timing", "roster_version")
@@ -86,13 +65,7 @@ class Accept(_message.Message):
     tokens: int
     timing: Timing
     roster_version: int
-    def __init__(
-        self,
-        incarnation: _Optional[int] = ...,
-        tokens: _Optional[int] = ...,
-        timing: _Optional[_Union[Timing, _Mapping]] = ...,
-        roster_version: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ...) -> None: ...
 
 class NotYet(_message.Message):
     __slots__ = ("timing",)
@@ -112,7 +85,6 @@ class No(_message.Message):
         WRONG: _ClassVar[No.Reason]
         NOT_TRAINING: _ClassVar[No.Reason]
         OVER_BEFORE: _ClassVar[No.Reason]
-
     UNKNOWN: No.Reason
     OVER: No.Reason
     NOT_PARTNER: No.Reason
@@ -129,13 +101,7 @@ class No(_message.Message):
     text: str
     timing: Timing
     roster_version: int
-    def __init__(
-        self,
-        reason: _Optional[_Union[No.Reason, str]] = ...,
-        text: _Optional[str] = ...,
-        timing: _Optional[_Union[Timing, _Mapping]] = ...,
-        roster_version: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, reason: _Optional[_Union[No.Reason, str]] = ..., text: _Optional[str] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("factor",)
@@ -177,15 +143,7 @@ class Member(_message.Message):
     from_round: int
     until_round: int
     issued: int
-    def __init__(
-        self,
-        id: _Optional[int] = ...,
-        name: _Optional[str] = ...,
-        address: _Optional[str] = ...,
-        from_round: _Optional[int] = ...,
-        until_round: _Optional[int] = ...,
-        issued: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., from_round: _Optional[int] = ..., until_round: _Optional[int] = ..., issued: _Optional[int] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("run", "version", "members", "num_founders")
@@ -197,13 +155,7 @@ class Roster(_message.Message):
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     num_founders: int
-    def __init__(
-        self,
-        run: _Optional[str] = ...,
-        version: _Optional[int] = ...,
-        members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...,
-        num_founders: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_founders: _Optional[int] = ...) -> None: ...
 
 class SignedRoster(_message.Message):
     __slots__ = ("roster", "signature")
@@ -214,19 +166,7 @@ class SignedRoster(_message.Message):
     def __init__(self, roster: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Greeting(_message.Message):
-    __slots__ = (
-        "identity",
-        "incarnation",
-        "roster_version",
-        "roster",
-        "address",
-        "wants_roster",
-        "wants_details",
-        "until_ready",
-        "hold_seconds",
-        "leaving",
-        "finished",
-    )
+    __slots__ = ("identity", "incarnation", "roster_version", "roster", "address", "wants_roster", "wants_details", "until_ready", "hold_seconds", "phase")
     class IdentityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -234,7 +174,6 @@ class Greeting(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROSTER_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -244,8 +183,7 @@ class Greeting(_message.Message):
     WANTS_DETAILS_FIELD_NUMBER: _ClassVar[int]
     UNTIL_READY_FIELD_NUMBER: _ClassVar[int]
     HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    LEAVING_FIELD_NUMBER: _ClassVar[int]
-    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     identity: _containers.ScalarMap[str, str]
     incarnation: int
     roster_version: int
@@ -255,45 +193,11 @@ class Greeting(_message.Message):
     wants_details: bool
     until_ready: bool
     hold_seconds: float
-    leaving: bool
-    finished: bool
-    def __init__(
-        self,
-        identity: _Optional[_Mapping[str, str]] = ...,
-        incarnation: _Optional[int] = ...,
-        roster_version: _Optional[int] = ...,
-        roster: _Optional[_Union[SignedRoster, _Mapping]] = ...,
-        address: _Optional[str] = ...,
-        wants_roster: bool = ...,
-        wants_details: bool = ...,
-        until_ready: bool = ...,
-        hold_seconds: _Optional[float] = ...,
-        leaving: bool = ...,
-        finished: bool = ...,
-    ) -> None: ...
+    phase: Status.Phase
+    def __init__(self, identity: _Optional[_Mapping[str, str]] = ..., incarnation: _Optional[int] = ..., roster_version: _Optional[int] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., address: _Optional[str] = ..., wants_roster: bool = ..., wants_details: bool = ..., until_ready: bool = ..., hold_seconds: _Optional[float] = ..., phase: _Optional[_Union[Status.Phase, str]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = (
-        "phase",
-        "incarnation",
-        "round",
-        "step",
-        "has_averaged",
-        "due",
-        "committed",
-        "one_sided",
-        "steps_late",
-        "partner",
-        "roster_version",
-        "num_members",
-        "timing",
-        "wrong",
-        "roster",
-        "details",
-        "figures",
-        "peers",
-        "notices",
-    )
+    __slots__ = ("phase", "incarnation", "round", "step", "has_averaged", "due", "committed", "one_sided", "steps_late", "partner", "roster_version", "num_members", "timing", "wrong", "roster", "details", "figures", "peers", "notices")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STARTING: _ClassVar[Status.Phase]
@@ -301,12 +205,13 @@ class Status(_message.Message):
         TRAINING: _ClassVar[Status.Phase]
         FINISHED: _ClassVar[Status.Phase]
         LEAVING: _ClassVar[Status.Phase]
-
+        MERGED: _ClassVar[Status.Phase]
     STARTING: Status.Phase
     READY: Status.Phase
     TRAINING: Status.Phase
     FINISHED: Status.Phase
     LEAVING: Status.Phase
+    MERGED: Status.Phase
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -314,7 +219,6 @@ class Status(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-
     PHASE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -353,28 +257,7 @@ class Status(_message.Message):
     figures: _containers.ScalarMap[str, float]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     notices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(
-        self,
-        phase: _Optional[_Union[Status.Phase, str]] = ...,
-        incarnation: _Optional[int] = ...,
-        round: _Optional[int] = ...,
-        step: _Optional[int] = ...,
-        has_averaged: bool = ...,
-        due: _Optional[int] = ...,
-        committed: _Optional[int] = ...,
-        one_sided: _Optional[int] = ...,
-        steps_late: _Optional[float] = ...,
-        partner: _Optional[str] = ...,
-        roster_version: _Optional[int] = ...,
-        num_members: _Optional[int] = ...,
-        timing: _Optional[_Union[Timing, _Mapping]] = ...,
-        wrong: _Optional[str] = ...,
-        roster: _Optional[_Union[SignedRoster, _Mapping]] = ...,
-        details: _Optional[str] = ...,
-        figures: _Optional[_Mapping[str, float]] = ...,
-        peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...,
-        notices: _Optional[_Iterable[str]] = ...,
-    ) -> None: ...
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., has_averaged: bool = ..., due: _Optional[int] = ..., committed: _Optional[int] = ..., one_sided: _Optional[int] = ..., steps_late: _Optional[float] = ..., partner: _Optional[str] = ..., roster_version: _Optional[int] = ..., num_members: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., wrong: _Optional[str] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., details: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., notices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "seen", "fault")
@@ -384,9 +267,7 @@ class Peer(_message.Message):
     name: str
     seen: float
     fault: str
-    def __init__(
-        self, name: _Optional[str] = ..., seen: _Optional[float] = ..., fault: _Optional[str] = ...
-    ) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., seen: _Optional[float] = ..., fault: _Optional[str] = ...) -> None: ...
 
 class WeightsRequest(_message.Message):
     __slots__ = ("kind", "last")
@@ -395,7 +276,6 @@ class WeightsRequest(_message.Message):
         EXACT: _ClassVar[WeightsRequest.Kind]
         CATCH_UP: _ClassVar[WeightsRequest.Kind]
         WHOLE: _ClassVar[WeightsRequest.Kind]
-
     EXACT: WeightsRequest.Kind
     CATCH_UP: WeightsRequest.Kind
     WHOLE: WeightsRequest.Kind
@@ -406,19 +286,16 @@ class WeightsRequest(_message.Message):
     def __init__(self, kind: _Optional[_Union[WeightsRequest.Kind, str]] = ..., last: bool = ...) -> None: ...
 
 class WeightsFrame(_message.Message):
-    __slots__ = ("offer", "piece", "position")
+    __slots__ = ("offer", "piece", "position", "not_yet")
     OFFER_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    NOT_YET_FIELD_NUMBER: _ClassVar[int]
     offer: Offer
     piece: Piece
     position: Position
-    def __init__(
-        self,
-        offer: _Optional[_Union[Offer, _Mapping]] = ...,
-        piece: _Optional[_Union[Piece, _Mapping]] = ...,
-        position: _Optional[_Union[Position, _Mapping]] = ...,
-    ) -> None: ...
+    not_yet: NotYet
+    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("num_bytes", "round")
@@ -438,10 +315,4 @@ class Position(_message.Message):
     step: int
     has_averaged: bool
     small: bytes
-    def __init__(
-        self,
-        round: _Optional[int] = ...,
-        step: _Optional[int] = ...,
-        has_averaged: bool = ...,
-        small: _Optional[bytes] = ...,
-    ) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., has_averaged: bool = ..., small: _Optional[bytes] = ...) -> None: ...

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from noloco_jax.errors import tell
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.membership import Membership, incarnation_of, write_incarnation
-from noloco_jax.islands.network import Link, Plan
+from noloco_jax.islands.network import Link, LinkPlan, is_done
 from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.payload import StateForms, codec_of, specs_of
 from noloco_jax.islands.programs import SoloPrograms, build_solo, compile_solo
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
-from noloco_jax.methods import schedule_of
+from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.metrics.evaluate import Validation, evaluate_alone
 from noloco_jax.outer.rule import at_num_outer_steps
 from noloco_jax.spmd.first_process import from_first_process
@@ -90,18 +91,19 @@ class IslandMode:
         if not self._processes.is_first:
             return self._until(never, is_stopping)
         member, solo, schedule = self._member, self._solo, schedule_of(config)
-        assert schedule is not None
+        pairing: Any = method_of(config).pairing
+        assert schedule is not None and pairing is not None
         saved = member.saved(resumed, config)
         member.check_present(-1 if saved is None else saved["round"])
         incarnation, began_before = incarnation_of(workdir)
         self._incarnation = incarnation
         details = {"config": to_dict(config), "tokenizer": tokenizer}
-        plan = Plan(
+        plan = LinkPlan(
             name=member.name,
             roster=member.roster,
             credentials=member.credentials,
             identity=member.identity(config, self._programs, tokenizer),
-            partner=partner_by(config),
+            partner=partner_by(pairing(config), config.outer.fragments),
             codec=codec_of(solo.wire, solo.message, solo.payload, solo.dims),
             forms=StateForms(specs_of(self._programs.state), len(jax.tree.leaves(self._programs.state.params))),
             settings=member.settings(config),
@@ -116,7 +118,7 @@ class IslandMode:
             address=member.address,
         )
         self._link = Link(plan, report)
-        return self._until(self._link.open(), is_stopping)
+        return self._until(partial(is_done, self._link.open()), is_stopping)
 
     def sync(self, config: TrainConfig, programs: Programs) -> Sync:
         member, schedule = self._member, schedule_of(config)
@@ -140,7 +142,7 @@ class IslandMode:
 
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
         self._processes.wait_at("compiled", _COMPILE_SECONDS)
-        begins = self._until(never if self._link is None else self._link.begin(), is_stopping)
+        begins = self._until(never if self._link is None else partial(is_done, self._link.begin()), is_stopping)
         if begins and self._link is not None:
             write_incarnation(self._workdir, self._incarnation)
         return begins

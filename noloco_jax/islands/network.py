@@ -9,8 +9,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,10 +19,12 @@ import numpy as np
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.catch_up import CatchUp, CaughtUp, ask, give, receive
-from noloco_jax.islands.exchange import Broken, Unfit
+from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give, receive
+from noloco_jax.islands.copies import Copies
+from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.interfaces import Met, Plan
 from noloco_jax.islands.keys import Credentials, expiry_warning, renewed
-from noloco_jax.islands.node import Codec, Met, Node, Settings
+from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.payload import EXACT, Message, StateForms
 from noloco_jax.islands.roster import MEMBERS_FILE, Address, Roster, parse_document, write_members
@@ -31,9 +33,6 @@ from noloco_jax.islands.transport import Dialler, Listener
 
 T = TypeVar("T")
 KEYS_SECONDS = 20.0  # between two looks at the folder of keys
-COPY_SECONDS = 15.0  # for which a copy of the weights serves further requests
-GIVE_SECONDS = 60.0  # for the training to give a copy
-FAR_WEIGHTS = 8.0  # largest distance of a donor's weights, in multiples of the own ones' norm
 
 
 class Correction(NamedTuple):
@@ -50,62 +49,27 @@ class Arrived(NamedTuple):
     saved: dict[str, Any]
 
 
-class Wanted(NamedTuple):
-    """Arrays of the state of which a peer, or a command, waits for a copy."""
-
-    numbers: tuple[int, ...]
-    given: "asyncio.Future[Given]"
-
-
-class Given(NamedTuple):
-    """Copies of the state's arrays by their numbers, and where the training was."""
-
-    leaves: Mapping[int, np.ndarray]
-    round: int
-    step: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Fixed facts of an island that the network needs.
+@dataclass(frozen=True, kw_only=True)
+class LinkPlan(Plan):
+    """Facts of an island that the network needs as well.
 
     Attributes:
-      name: its name in the roster.
-      roster: the members as they are known at the start.
       credentials: its keys; None without TLS.
-      identity: values that must equal those of the others.
-      partner: see `Node`.
-      codec: form of messages.
       forms: forms of the state.
-      settings: of the protocol.
-      by_time: True for `--pace=time`.
       workdir: keeps the newest roster.
-      incarnation: see `Node`.
       steps_per_round: inner steps of the schedule.
+      by_time: True for `--pace=time`.
       began_before: True if an earlier start of this island has trained.
-      saved: the protocol's state in the checkpoint to resume from.
-      details: JSON of what commands ask for.
       listen: the address to listen at; None: the port of the roster's address, on all of the machine's addresses.
-      address: a new address of this island, which it tells the others.
     """
 
-    name: str
-    roster: Roster
     credentials: Credentials | None
-    identity: Mapping[str, str]
-    partner: Callable[[Sequence[str], int, str], str | None]
-    codec: Codec
     forms: StateForms
-    settings: Settings
     workdir: Path
-    incarnation: int
     steps_per_round: float
     by_time: bool = False
     began_before: bool = False
-    saved: Mapping[str, Any] | None = None
-    details: str = ""
     listen: Address | None = None
-    address: Address | None = None
 
 
 class Link:
@@ -116,14 +80,11 @@ class Link:
       report: called with lines for people, from any thread.
     """
 
-    def __init__(self, plan: Plan, report: Callable[[str], None]):
+    def __init__(self, plan: LinkPlan, report: Callable[[str], None]):
         self._plan, self._report = plan, report
         self._lock = threading.Lock()
         self._inbox: list[Correction | CaughtUp] = []
         self._met: list[Met] = []
-        self._wanted: list[Wanted] = []
-        self._copies: dict[int, tuple[float, bool, bytes]] = {}  # kind -> time, True after the last step, bytes
-        self._served: set[str] = set()  # who has fetched the last weights
         self._giving = 0  # calls that fetch weights now
         self._steps = 0  # inner steps begun
         self._epoch = 0  # of the training's weights: raised where a donor's take their place
@@ -137,23 +98,23 @@ class Link:
 
     # Start and end.
 
-    def open(self) -> "Waited":
+    def open(self) -> "Future[None]":
         """Begin to listen, and to introduce the island to the others.
 
-        What is returned raises `UserError` if the name or address is in use, or most of the others refuse the island.
+        The result raises `UserError` if the name or address is in use, or most of the others refuse the island.
         """
         self._thread.start()
-        return Waited(self._submit(self._open()))
+        return self._submit(self._open())
 
-    def begin(self) -> "Waited":
-        """Begin to wait until the island may train; what is returned raises `UserError` as `start.begin`."""
-        has_weights = self._plan.saved is not None
-        return Waited(self._submit(begin(self.node, self._catch_up, has_weights, self._plan.began_before)))
+    def begin(self) -> "Future[None]":
+        """Begin to wait until the island may train; the result raises `UserError` as `start.begin`."""
+        plan, catch_up = self._plan, CatchUp(self.node, self.copies)
+        return self._submit(begin(self.node, catch_up, plan.saved is not None, plan.began_before))
 
-    def leave(self, finished: bool = False) -> None:
-        """Say goodbye to the peers, and begin no further exchange; `finished`: serve the weights until `close`."""
+    def leave(self, phase: Any = pb.Status.LEAVING) -> None:
+        """Begin no further exchange, and tell the peers one of `peers.ENDED`."""
         if self._thread.is_alive() and not self._is_closed:
-            self._call(lambda: self.node.leave(finished))
+            self._call(lambda: self.node.leave(phase))
 
     def close(self) -> None:
         """End all calls and both threads."""
@@ -214,7 +175,7 @@ class Link:
         """Wait until every exchange of this round and earlier ones has ended, up to so many seconds."""
 
         async def settled() -> None:
-            await asyncio.wait_for(self.node.until(lambda: not self.node.is_meeting(round)), seconds)
+            await asyncio.wait_for(self.node.until(lambda: not self.node.meetings.is_open(round)), seconds)
 
         with contextlib.suppress(TimeoutError):
             self._submit(settled()).result()
@@ -231,7 +192,7 @@ class Link:
     @property
     def is_exchanging(self) -> bool:
         """True while messages may arrive."""
-        return self.node.is_meeting(self.node.round)
+        return self.node.meetings.is_open(self.node.round)
 
     @property
     def is_removed(self) -> bool:
@@ -245,29 +206,9 @@ class Link:
     # Weights for others.
 
     @property
-    def wanted(self) -> tuple[int, ...]:
-        """Numbers of the state's arrays of which somebody waits for a copy: call `give` then."""
-        with self._lock:
-            numbers = {number for wanted in self._wanted for number in wanted.numbers}
-            return tuple(sorted(numbers | {0})) if self._wanted else ()  # a position may have no arrays of its own
-
-    def give(self, leaves: Mapping[int, np.ndarray], round: int, step: int) -> None:
-        """Give copies of the `wanted` arrays, which nobody will change, after a round and a step."""
-        with self._lock:
-            waiting, self._wanted = self._wanted, []
-            self._wanted = [one for one in waiting if not leaves.keys() >= set(one.numbers)]  # asked for since
-        for one in waiting:
-            if leaves.keys() >= set(one.numbers):
-                self._loop.call_soon_threadsafe(_resolve, one.given, Given(leaves, round, step))
-
-    @property
     def is_giving(self) -> bool:
         """True while somebody fetches weights."""
         return self._giving > 0
-
-    def has_served(self, peers: Sequence[str]) -> bool:
-        """Return whether each of these peers has fetched the last weights."""
-        return self._served >= set(peers)
 
     def fetch(self, peer: str, last: bool = True) -> "Future[list[np.ndarray]]":
         """Begin to fetch a peer's exact weights; the result raises `Broken` or `Unfit`."""
@@ -281,13 +222,12 @@ class Link:
 
     def unfinished(self, ask_seconds: float = 0.0) -> list[str]:
         """Return the members not known to have taken their last step; ask them first for `ask_seconds`."""
+        return self._still(self.node.unfinished, ask_seconds)
 
-        async def found() -> list[str]:
-            if ask_seconds:
-                await ask(self.node, self.node.unfinished(), ask_seconds)
-            return self.node.unfinished()
+    def unmerged(self, names: Sequence[str], ask_seconds: float = 0.0) -> list[str]:
+        """Return the peers among these that may still want the last weights; ask them first for `ask_seconds`."""
 
-        return self._submit(found()).result()
+        return self._still(lambda: self.node.unmerged(names), ask_seconds)
 
     # As `World`, on the network's thread.
 
@@ -312,37 +252,6 @@ class Link:
     def num_steps(self) -> int:
         return self._steps
 
-    # As `State`, on the network's thread.
-
-    def num_bytes(self, kind: int) -> int:
-        return self._plan.forms.num_bytes(kind)
-
-    async def weights(self, kind: int) -> bytes:
-        now, forms = self._loop.time(), self._plan.forms
-        is_last = self.node.phase == pb.Status.FINISHED
-        known = self._copies.get(kind)
-        if known is not None and now - known[0] < COPY_SECONDS and known[1] is is_last:
-            return known[2]
-        given = await self._copy(forms.large(kind))
-        data = await self.run(forms.encode, kind, given.leaves)
-        self._copies = {kind: (now, is_last, data)}
-        self._loop.call_later(COPY_SECONDS, self._forget_copy, kind, data)
-        return data
-
-    async def position(self, kind: int) -> pb.Position:
-        forms = self._plan.forms
-        given = await self._copy(forms.small(kind))
-        small = forms.encode_small(kind, given.leaves)
-        return pb.Position(round=given.round, step=given.step, has_averaged=self.node.has_averaged, small=small)
-
-    async def received(self, kind: int, data: bytes, position: pb.Position) -> CaughtUp:
-        forms, numbers = self._plan.forms, self._plan.forms.large(EXACT)
-        leaves = await self.run(forms.decode, kind, data, position.small)
-        if self.node.has_averaged and self.node.phase == pb.Status.TRAINING:
-            own = await self._copy(numbers)
-            await self.run(_check_distance, [(own.leaves[n], leaves[n]) for n in numbers])
-        return CaughtUp(position.round, position.step, leaves, self._plan.settings.whole_state)
-
     def take_state(self, state: CaughtUp) -> None:
         with self._lock:
             self._epoch += 1
@@ -350,22 +259,13 @@ class Link:
 
     # Inside.
 
-    async def _copy(self, numbers: Sequence[int]) -> Given:
-        wanted = Wanted(tuple(numbers), self._loop.create_future())
-        with self._lock:
-            self._wanted.append(wanted)
-        try:
-            async with asyncio.timeout(GIVE_SECONDS):
-                return await wanted.given
-        except TimeoutError:
-            raise Broken(f"its training gave no copy of the weights in {GIVE_SECONDS:g} s") from None
-        finally:
-            with self._lock:
-                self._wanted = [one for one in self._wanted if one is not wanted]
+    def _still(self, names: Callable[[], list[str]], ask_seconds: float) -> list[str]:
+        async def found() -> list[str]:
+            if ask_seconds:
+                await self.node.ask(names(), ask_seconds)
+            return names()
 
-    def _forget_copy(self, kind: int, data: bytes) -> None:
-        if kind in self._copies and self._copies[kind][2] is data:
-            del self._copies[kind]
+        return self._submit(found()).result()
 
     def _taken(self, count: int) -> list[Correction | CaughtUp]:
         taken, self._inbox = self._inbox[:count], self._inbox[count:]
@@ -387,23 +287,8 @@ class Link:
             assert authority is not None
             return parse_document(document, plan.roster.run, authority)
 
-        self.node = Node(
-            plan.name,
-            plan.roster,
-            plan.identity,
-            plan.partner,
-            self.dialler,
-            self,
-            plan.codec,
-            plan.incarnation,
-            self.pace,
-            plan.settings,
-            plan.saved,
-            parse if authority is not None else None,
-            plan.address,
-        )
-        self.node.details = plan.details
-        self._catch_up = CatchUp(self.node, self)
+        self.node = Node(plan, self.dialler, self, self.pace, None if authority is None else parse)
+        self.copies = Copies(self.node, plan.forms, self.run, self.take_state)
         self._listener = Listener(self.node, self._give, lambda: self.node.roster, lambda: self._credentials)
         if address.can_be_dialled or plan.listen:
             host = "127.0.0.1" if address.is_loopback else "[::]"
@@ -420,13 +305,11 @@ class Link:
             return
         raise UserError(f"{name} runs already, at its address in the roster: end it, or start another island")
 
-    async def _give(self, caller: str, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+    async def _give(self, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
         self._giving += 1
         try:
-            async for frame in give(self.node, self, request):
+            async for frame in give(self.node, self.copies, request):
                 yield frame
-            if request.last:
-                self._served.add(caller)
         finally:
             self._giving -= 1
 
@@ -470,34 +353,8 @@ class Link:
         return self._submit(call()).result()
 
 
-class Waited:
-    """Something that the network's thread is about to do."""
-
-    def __init__(self, future: "Future[None]"):
-        self._future = future
-
-    def __call__(self, seconds: float) -> bool:
-        """Return True once it is done, after so many seconds at most; raise what it has raised."""
-        try:
-            self._future.result(seconds)
-        except TimeoutError:
-            if self._future.done():
-                raise
-            return False
-        return True
-
-
-def _check_distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Raise `Unfit` for weights far from the own ones, which come first in each pair."""
-    distance = norm = 0.0
-    for own, other in pairs:
-        own = own.astype(np.float32, copy=False)
-        norm += float(np.sum(np.square(own)))
-        distance += float(np.sum(np.square(other.astype(np.float32, copy=False).reshape(own.shape) - own)))
-    if not distance <= FAR_WEIGHTS**2 * norm:
-        raise Unfit(f"weights {(distance / norm) ** 0.5:.3g} times their norm away from the own ones")
-
-
-def _resolve(future: "asyncio.Future[Given]", given: Given) -> None:
-    if not future.done():
-        future.set_result(given)
+def is_done(future: "Future[None]", seconds: float) -> bool:
+    """Return whether a future is done within so many seconds; raise its error."""
+    if done := bool(wait([future], seconds).done):
+        future.result()
+    return done

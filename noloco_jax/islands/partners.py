@@ -2,30 +2,31 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from noloco_jax.config import TrainConfig
-from noloco_jax.methods import method_of
+from noloco_jax.outer.pairing import Pairing, RandomPairing
 
 
-def partner_by(config: TrainConfig) -> Callable[[Sequence[str], int, str], str | None]:
+def partner_by(pairing: Pairing, num_fragments: int) -> Callable[[Sequence[str], int, str], str | None]:
     """Return a function that maps members, an outer step and a name to the name of the partner, or None."""
 
     def of(active: Sequence[str], round: int, name: str) -> str | None:
-        groups, me = _groups(_resized(config, len(active)), round), active.index(name)
-        return next((active[i] for i in groups[me] if i != me), None)
+        sized, me = _resized(pairing, len(active)), active.index(name)
+        draw, fragment = divmod(round, num_fragments)
+        groups = sized.pool[int(sized.pool_index(draw, fragment))]
+        return next((active[i] for group in groups if me in group for i in group if i != me), None)
 
     return of
 
 
 @functools.lru_cache(maxsize=8)
-def _resized(config: TrainConfig, count: int) -> TrainConfig:
-    """Return the configuration with another number of replicas; pairs of a hypercube need a power of two."""
-    order = "passes" if config.outer.order == "hypercube" and count & (count - 1) else config.outer.order
-    return replace(config, num_replicas=count, outer=replace(config.outer, order=order))
+def _resized(pairing: Pairing, count: int) -> Pairing:
+    """Return the pairing of another number of islands, as members come and go: random pairs of the same seed.
 
-
-@functools.lru_cache(maxsize=8)
-def _groups(config: TrainConfig, round: int) -> dict[int, tuple[int, ...]]:
-    """Map each replica to its group of a round."""
-    return {i: group for group in method_of(config).groups(config, round) for i in group}
+    Pairs of a hypercube need a power of two.
+    """
+    if pairing.num_replicas == count:
+        return pairing
+    if not isinstance(pairing, RandomPairing):
+        return RandomPairing(count)
+    order = "passes" if pairing.order == "hypercube" and count & (count - 1) else pairing.order
+    return RandomPairing(count, seed=pairing.seed, order=order)

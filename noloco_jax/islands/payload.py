@@ -19,7 +19,7 @@ from noloco_jax.exchange.modulo import BROKEN, Modulo, correct_in, encode_in
 from noloco_jax.exchange.wire import Wire, decode
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import Unfit
-from noloco_jax.islands.node import Codec, Read
+from noloco_jax.islands.interfaces import Codec, Read
 
 PyTree = Any
 MAX_WINDOW = 32  # more than the partner's, in quarters of a power of two

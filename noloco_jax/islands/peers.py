@@ -11,10 +11,12 @@ from noloco_jax.islands.bounds import Distance
 from noloco_jax.islands.exchange import MAX_TOKENS, Unfit
 from noloco_jax.islands.roster import Address
 
-PROTOCOL = "6"  # islands of two protocols refuse each other
+PROTOCOL = "7"  # islands of two protocols refuse each other
 MAX_ROUND = 2**40
 MAX_VALUES, MAX_TEXT = 512, 4096  # of an identity
 FIRST_WEIGHTS = "first weights"  # of islands that begin a run
+FINISHED = (pb.Status.FINISHED, pb.Status.MERGED)  # phases of an island that has taken its last step
+ENDED = (*FINISHED, pb.Status.LEAVING)  # phases of an island that begins no exchange
 _COMPARED_FIRST = ("protocol", "run", "roster")
 _HINTS = {
     "protocol": " (install one version of noloco_jax on both)",
@@ -31,9 +33,8 @@ class Peer:
       round: the last round that it told to have ended; -1: unknown.
       heard: time when it was last heard; None: never.
       incarnation: the newest one that it told.
-      away: True after it said goodbye, until it is heard again.
-      finished: True if it has taken its last step.
-      is_known: True once this island was admitted there.
+      phase: the last one that it told, of this incarnation.
+      silent: questions in a row that it did not answer, since it was last heard.
       wrong: the reason for which one of the two refuses the other.
       broken: broken messages in a row.
       quarantined_until: the round from which on it is met again after them.
@@ -41,14 +42,17 @@ class Peer:
       met: the last round that was exchanged with it.
       left_out: True while nothing is taken from it.
       address: a newer one than in the roster, which it has told itself.
+      asked_for_roster: time when it was last asked for its roster.
+      told_silence: the reason for which it did not answer, as was told, and when it had been heard.
+      told_unequal: True once it was told that its rounds take another time.
     """
 
     name: str
     round: int = -1
     heard: float | None = None
     incarnation: int = 0
-    away: bool = False
-    finished: bool = False
+    phase: int = pb.Status.STARTING
+    silent: int = 0
     wrong: str = ""
     broken: int = 0
     quarantined_until: int = 0
@@ -56,6 +60,9 @@ class Peer:
     met: int = -1
     left_out: bool = False
     address: Address | None = None
+    asked_for_roster: float = -math.inf
+    told_silence: tuple[str, float | None] | None = None
+    told_unequal: bool = False
 
     def fault(self, round: int) -> str:
         """Return the reason for which nothing is exchanged with it in a round, or an empty text."""

@@ -6,8 +6,9 @@ from collections.abc import Collection
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.catch_up import RETRY_SECONDS, CatchUp, ask, sample, training
+from noloco_jax.islands.catch_up import RETRY_SECONDS, CatchUp, sample, training
 from noloco_jax.islands.node import Node
+from noloco_jax.islands.peers import FINISHED
 
 TOGETHER_SECONDS = 120.0  # for islands that compile or are not started yet
 LOST_SECONDS = 120.0  # for weights of the run somewhere, of an island that has lost its own
@@ -16,7 +17,7 @@ ADMIT_SECONDS = 5.0  # for answers before anything is compiled
 
 async def admit(node: Node) -> None:
     """Introduce the island to its peers; raise `UserError` if most of the members refuse it."""
-    await ask(node, sample(node), ADMIT_SECONDS)
+    await node.ask(sample(node), ADMIT_SECONDS)
     _check_refusals(node)
 
 
@@ -38,7 +39,7 @@ async def begin(node: Node, catch_up: CatchUp, has_weights: bool, began_before: 
     while True:
         waits = now() < start + TOGETHER_SECONDS
         names = sample(node, last=[name for name, one in heard.items() if one.phase != pb.Status.STARTING])
-        found = await ask(node, names, until_ready=waits, hold_seconds=8.0 if waits else 0.0)
+        found = await node.ask(names, until_ready=waits, hold_seconds=8.0 if waits else 0.0)
         _check_refusals(node)
         heard = {name: status for name, status in (heard | found).items() if name in node.peers}
         heard = {name: status for name, status in heard.items() if name in found or name not in names}
@@ -102,7 +103,7 @@ def _waits_for(node: Node, heard: dict[str, pb.Status], absent: Collection[str])
 
 def _over(node: Node, heard: dict[str, pb.Status], waits: bool) -> str:
     """Return the reason for which there will be no weights any more, or an empty text."""
-    ended = {name: status.round for name, status in heard.items() if status.phase == pb.Status.FINISHED}
+    ended = {name: status.round for name, status in heard.items() if status.phase in FINISHED}
     if not ended or (waits and len(heard) < len(node.peers)):
         return ""
     if any(status.phase == pb.Status.TRAINING for status in heard.values()):

@@ -25,6 +25,7 @@ PHASES = {
     pb.Status.TRAINING: "training",
     pb.Status.FINISHED: "finished",
     pb.Status.LEAVING: "leaving",
+    pb.Status.MERGED: "finished",
 }
 _KEPT = 600  # samples of an island
 _LONGEST = 300  # characters of a line

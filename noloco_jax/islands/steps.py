@@ -137,7 +137,7 @@ class IslandSteps:
     def serve(self, state: TrainState, step: int) -> None:
         """Give copies of the state to peers and tools that wait for them."""
         link = self.link
-        if wanted := self.processes.broadcast(lambda: list(link.wanted) if link is not None else []):
+        if wanted := self.processes.broadcast(lambda: list(link.copies.wanted) if link is not None else []):
             self._give(state, step, wanted)
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:
@@ -168,7 +168,6 @@ class IslandSteps:
         seconds: float,
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
-        is_done: Callable[[], bool] = lambda: True,
     ) -> None:
         """Serve the weights after the last step until all islands have taken it.
 
@@ -178,30 +177,39 @@ class IslandSteps:
           seconds: the time limit.
           is_stopping: returns True to leave now.
           report: called with lines for people.
-          is_done: returns False while there is another reason to stay.
         """
         link = self.link
         if link is not None and seconds and (unfinished := link.unfinished()):
             report(f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most")
+        self.serve_until(state, step, seconds, is_stopping, lambda ask: not (link and link.unfinished(ask)))
+        if link is not None and (unfinished := link.unfinished()):
+            report(f"leaves; not known to have finished: {', '.join(unfinished)}")
+
+    def serve_until(
+        self,
+        state: TrainState,
+        step: int,
+        seconds: float,
+        is_stopping: Callable[[], bool],
+        is_done: Callable[[float], bool],
+    ) -> None:
+        """Serve the weights until nobody fetches them and `is_done` returns True, which may ask peers for so long."""
         ask_at = time.monotonic()
         deadline = ask_at + seconds
 
         def may_leave() -> bool:
             nonlocal ask_at
-            assert link is not None
+            assert self.link is not None
             now = time.monotonic()
-            is_asking = now >= ask_at  # a goodbye may have been lost, or said before this island could hear it
-            unfinished = link.unfinished(_ASK_SECONDS if is_asking else 0.0)
+            is_asking = now >= ask_at  # what a peer told may have been lost, or told before this island could hear it
             ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at
-            return not unfinished and not link.is_giving and is_done()
+            return is_done(_ASK_SECONDS if is_asking else 0.0) and not self.link.is_giving
 
         while self.processes.broadcast(lambda: time.monotonic() < deadline) and not is_stopping():
             self.serve(state, step)
             if self.processes.broadcast(may_leave):
-                break
+                return
             time.sleep(0.1)
-        if link is not None and (unfinished := link.unfinished()):
-            report(f"leaves; not known to have finished: {', '.join(unfinished)}")
 
     def caught_up(self, item: CaughtUp) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
@@ -228,7 +236,7 @@ class IslandSteps:
             self._marks.append(_mark(first.addressable_data(0)))
             while len(self._marks) > _IN_FLIGHT:
                 jax.block_until_ready(self._marks.popleft())
-        return self._announced(self.link.take()), list(self.link.wanted), self.link.is_removed
+        return self._announced(self.link.take()), list(self.link.copies.wanted), self.link.is_removed
 
     def _take_all(self) -> Sequence[Any]:
         """Return everything that has arrived, and the protocol's state; None in its place if this state is replaced."""
@@ -274,7 +282,7 @@ class IslandSteps:
         copies = self._copies([leaves[number] for number in numbers])
         if self.link is not None:
             round = int(state.outer.num_outer_steps) - 1
-            self.link.give(dict(zip(numbers, copies, strict=True)), round, step)
+            self.link.copies.give(dict(zip(numbers, copies, strict=True)), round, step)
 
     def _copies(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Copy all arrays to the first process's host, once they are computed; nobody will change the copies."""

@@ -8,7 +8,7 @@ import jax
 
 from noloco_jax.formatting import format_bytes
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.node import Met
+from noloco_jax.islands.interfaces import Met
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.programs import TrainState
@@ -80,8 +80,9 @@ class IslandSync:
         return self._steps.between_steps(state)
 
     def leave(self, finished: bool) -> None:
-        if self._steps.link is not None:
-            self._steps.link.leave(finished=finished)
+        if self._steps.link is None or (finished and self._merge is not None):  # the merge has told the peers
+            return
+        self._steps.link.leave(pb.Status.FINISHED if finished else pb.Status.LEAVING)
 
     @property
     def end_reason(self) -> str | None:

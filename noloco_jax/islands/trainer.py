@@ -9,10 +9,10 @@ from noloco_jax.cluster.start import joined
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import full_disk_told
-from noloco_jax.islands.keys import AUTHORITY, credentials_for
+from noloco_jax.islands.keys import open_membership
 from noloco_jax.islands.membership import Membership
 from noloco_jax.islands.mode import IslandMode
-from noloco_jax.islands.roster import MEMBERS_FILE, newest, parse_address, parse_dialled, read_run
+from noloco_jax.islands.roster import parse_address, parse_dialled
 from noloco_jax.train.training import train
 
 
@@ -24,11 +24,7 @@ def train_island(config: TrainConfig, place: Place | None, flags: argparse.Names
       place: of this process among the island's; None: the only one.
       flags: those of `island train`.
     """
-    path = None if flags.keys is None else flags.keys / AUTHORITY
-    authority = path.read_bytes() if path is not None and path.exists() else None
-    roster = read_run(flags.roster, authority)
-    credentials = credentials_for(roster, flags.name, flags.keys)
-    roster = newest(flags.workdir / MEMBERS_FILE, roster, authority)
+    roster, credentials = open_membership(flags.roster, flags.name, flags.keys, flags.workdir)
     if not 0 <= flags.linger < math.inf:
         raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
     member = Membership(

@@ -10,7 +10,7 @@ import contextlib
 import os
 import resource
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ import grpc.aio
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.certificates import is_viewer, owner_and_issue
-from noloco_jax.islands.exchange import Broken, Refused, Unfit
+from noloco_jax.islands.exchange import Broken, Unfit, send
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.roster import Address, Roster
 
@@ -179,7 +179,7 @@ class Listener:
 
     Args:
       node: answers calls: a `Node`.
-      give: caller, request for weights -> their frames.
+      give: request for weights -> their frames.
       roster: () -> the roster by which callers are known.
       credentials: () -> the island's present keys; None without TLS.
     """
@@ -187,7 +187,7 @@ class Listener:
     def __init__(
         self,
         node: Any,
-        give: Callable[[str, pb.WeightsRequest], AsyncIterator[pb.WeightsFrame]],
+        give: Callable[[pb.WeightsRequest], AsyncGenerator[pb.WeightsFrame, None]],
         roster: Callable[[], Roster],
         credentials: Callable[[], Credentials | None],
     ):
@@ -270,12 +270,14 @@ class Listener:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         raise AssertionError
 
-    async def _weights(self, request: pb.WeightsRequest, context: Any) -> AsyncIterator[pb.WeightsFrame]:
-        async with self._call(context) as name:
+    async def _weights(self, request: pb.WeightsRequest, context: Any) -> None:
+        stream = _Incoming(context)
+        async with self._call(context):
             try:
-                async for frame in self._give(name, request):
-                    yield frame
-            except (Broken, Refused) as error:
+                async with contextlib.aclosing(self._give(request)) as frames:
+                    async for frame in frames:
+                        await send(stream, frame)
+            except Broken as error:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     @contextlib.asynccontextmanager

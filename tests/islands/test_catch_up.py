@@ -8,7 +8,7 @@ import pytest
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import receive
 from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.node import Met, Settings
+from noloco_jax.islands.interfaces import Met, Settings
 from support.island_world import Sea, Sim, participation
 from support.virtual_time import run_virtual
 
@@ -155,8 +155,26 @@ def test_a_donor_s_call_ends_by_itself():
     assert (data, position.round, ended) == (b"1234", 3, [True])
 
 
+def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
+    async def main():
+        sea = Sea(["a", "b"])
+        a, b = sea.add("a"), sea.add("b")
+        weights = a.weights
+
+        async def after_a_step(kind: int) -> bytes:
+            await asyncio.sleep(300)
+            return await weights(kind)
+
+        a.weights = after_a_step
+        a.node.phase = pb.Status.TRAINING
+        return await receive(b.node.network, "a", pb.WeightsRequest(), b.num_bytes(0))
+
+    data, _ = run_virtual(main())
+    assert len(data) == 32
+
+
 @pytest.mark.parametrize(
-    "fault", ["not finite", "too long", "too short", "another size", "silent", "piece first", "more"]
+    "fault", ["not finite", "too long", "too short", "another size", "silent", "dripping", "piece first", "more"]
 )
 def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
     async def frames():
@@ -164,6 +182,9 @@ def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
             await asyncio.sleep(1e6)
         if fault != "piece first":
             yield pb.WeightsFrame(offer=pb.Offer(num_bytes=16 if fault != "another size" else 1 << 40))
+        while fault == "dripping":
+            await asyncio.sleep(10)
+            yield pb.WeightsFrame(piece=pb.Piece(data=b"x"))
         size = {"too long": 24, "too short": 8}.get(fault, 16)
         yield pb.WeightsFrame(piece=pb.Piece(data=np.full(size // 8, 1.0 if fault == "more" else np.nan).tobytes()))
         yield pb.WeightsFrame(position=pb.Position())
@@ -175,7 +196,8 @@ def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
             return frames()
 
     async def main():
-        data, _ = await receive(Network(), "b", pb.WeightsRequest(), 16)  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            data, _ = await receive(Network(), "b", pb.WeightsRequest(), 16)  # type: ignore[arg-type]
         await Sea(["a", "b"]).add("a").received(0, data, pb.Position())
 
     with pytest.raises(Broken if fault == "silent" else Unfit):

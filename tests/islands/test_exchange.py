@@ -55,7 +55,7 @@ def test_corrections_of_interrupted_exchanges_sum_to_zero_and_enter_once(interru
     assert sum(broken.values()) >= interrupted
     assert set(broken) >= {"hello", "accept", "piece", "received", "commit", "done"}
     assert len(both) > 0.8 * interrupted
-    assert len(one_sided) <= sum(sim.node.one_sided for sim in sims)
+    assert len(one_sided) <= sum(sim.node.meetings.one_sided for sim in sims)
 
 
 @pytest.mark.parametrize("kind", KINDS)

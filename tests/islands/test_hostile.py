@@ -8,7 +8,8 @@ import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import SILENT_SECONDS, Broken
-from noloco_jax.islands.node import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS, ROSTER_SECONDS
+from noloco_jax.islands.meetings import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS
+from noloco_jax.islands.node import ROSTER_SECONDS
 from noloco_jax.islands.roster import BadRosterError
 from support.island_world import Sea, participation
 from support.virtual_time import run_virtual
@@ -31,6 +32,7 @@ FRAMES = {
     "a commit at once": [pb.Frame(commit=pb.Commit(factor=1.0))],
     "received at once": [pb.Frame(received=pb.Received(good=True, factor=1.0))],
     "an empty piece": [pb.Frame(piece=pb.Piece())],
+    "a small piece": [pb.Frame(piece=pb.Piece(data=bytes(8)))],
     "a long piece": [pb.Frame(piece=pb.Piece(data=bytes(1 << 20)))],
     "NaN": [pb.Frame(piece=pb.Piece(data=np.full(4, NAN).tobytes()))],
     "infinity": [pb.Frame(piece=pb.Piece(data=np.full(4, math.inf).tobytes()))],
@@ -68,7 +70,7 @@ async def with_an_attacker(attack, seconds: float = 60.0):
 
 
 def hello_to(a, round: int | None = None, **fields) -> pb.Hello:
-    made = pb.Hello(round=a.node.round if round is None else round, incarnation=9, tokens=100, identity=a.node._digest)
+    made = pb.Hello(round=a.node.round if round is None else round, incarnation=9, tokens=100, identity=a.node.digest)
     made.MergeFrom(pb.Hello(**fields))
     return made
 
@@ -105,7 +107,7 @@ def test_a_false_hello_changes_nothing(kind):
 def test_false_frames_of_an_exchange_change_nothing_and_end_in_quarantine(kind):
     async def attack(sea, a, evil):
         for _ in range(60):
-            if a.node.partner(a.node.round) == "evil" and a.node.is_meeting(a.node.round):
+            if a.node.partner(a.node.round) == "evil" and a.node.meetings.is_open(a.node.round):
                 await say(sea, [pb.Frame(hello=hello_to(a)), *FRAMES[kind]])
             await asyncio.sleep(0.5)
 
@@ -203,9 +205,10 @@ def test_a_goodbye_counts_for_the_caller_alone():
     async def main():
         sea = Sea(["a", "b", "c"])
         a = sea.add("a")
-        await a.node.greeted("b", pb.Greeting(leaving=True, finished=True, identity=a.node.identity))
-        assert a.node.peers["b"].finished and not a.node.peers["c"].finished
-        await a.node.greeted("stranger", pb.Greeting(leaving=True, finished=True))
+        goodbye = pb.Greeting(phase=pb.Status.FINISHED, identity=a.node.identity)
+        await a.node.greeted("b", goodbye)
+        assert a.node.unfinished() == ["c"]
+        await a.node.greeted("stranger", goodbye)
         assert "stranger" not in a.node.peers
 
     run_virtual(main())

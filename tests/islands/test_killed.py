@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.islands.exchange import SILENT_SECONDS
-from noloco_jax.islands.node import Settings
+from noloco_jax.islands.interfaces import Settings
 from support import processes
 from support.archipelago import Archipelago
 

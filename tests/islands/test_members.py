@@ -160,8 +160,8 @@ def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, hours):
             spreading = asyncio.ensure_future(spread())
             training[f"spread {version}"] = spreading
         await asyncio.sleep(900)
-        due = sum(sim.node.due for sim in sims.values())
-        met = sum(sim.node.committed for sim in sims.values())
+        due = sum(sim.node.meetings.due for sim in sims.values())
+        met = sum(sim.node.meetings.committed for sim in sims.values())
         weights = np.array([sim.slow for sim in sims.values()])
         for task in training.values():
             task.cancel()

@@ -24,7 +24,8 @@ from noloco_jax.island.command import main as command_line
 from noloco_jax.islands.checkpoints import OwnCheckpoints
 from noloco_jax.islands.forms import summary
 from noloco_jax.islands.fresh import Fresh, begins_anew
-from noloco_jax.islands.island import _shown
+from noloco_jax.islands.own_outer import shown
+from noloco_jax.islands.own_state import OwnState
 from noloco_jax.islands.payload import ArraySpec
 from noloco_jax.islands.roster import Roster
 from support import processes, warm
@@ -363,9 +364,9 @@ def test_leaves_that_would_not_come_back_alike_are_refused_at_the_start(params, 
 
 def test_schedules_of_the_outer_step_are_compared_by_their_values():
     halves, tenths = (lambda round: 0.5 + 0 * round), (lambda round: 0.1 + 0 * round)
-    assert _shown(halves) == _shown(lambda round: 0.5) != _shown(tenths)
-    assert _shown(optax.linear_schedule(0.5, 0.1, 50)) != _shown(optax.linear_schedule(0.5, 0.1, 500))
-    assert _shown(0.5) == "0.5"
+    assert shown(halves) == shown(lambda round: 0.5) != shown(tenths)
+    assert shown(optax.linear_schedule(0.5, 0.1, 50)) != shown(optax.linear_schedule(0.5, 0.1, 500))
+    assert shown(0.5) == "0.5"
 
 
 def test_weights_that_are_not_finite_are_not_saved(begun_island, tmp_path):
@@ -447,13 +448,11 @@ def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_isl
         other.begin(weights(), rest)
 
 
-def test_windows_saved_for_other_fragments_are_refused(roster, tmp_path):
+def test_windows_saved_for_other_fragments_are_refused(tmp_path):
     def opened(**settings: Any) -> OwnCheckpoints:
-        outer = nj.noloco(sync_every=2, **settings)
-        with nj.Island(roster, "paris", workdir=tmp_path / "paris", outer=outer, report=quiet) as island:
-            state: Any = outer.init(weights())  # Optax's type of a state is any tree
-            fragments = island._fragments(state)
-        return OwnCheckpoints(tmp_path, {"w": ArraySpec((3,), np.dtype(np.float32)), **fragments}, keep=3)
+        specs = OwnState(nj.noloco(sync_every=2, **settings), weights(), ()).saved_specs
+        specs = {name: spec for name, spec in specs.items() if name == "fragments"}
+        return OwnCheckpoints(tmp_path, {"w": ArraySpec((3,), np.dtype(np.float32)), **specs}, keep=3)
 
     checkpoints = opened(fragments=2, wire="modulo4")
     checkpoints.save(5, [np.zeros(3, np.float32)], {})

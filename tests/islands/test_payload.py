@@ -10,7 +10,7 @@ from noloco_jax.exchange.blocks import block_counts
 from noloco_jax.exchange.modulo import BROKEN, Modulo, encode_in, propose
 from noloco_jax.exchange.wire import encode, wire_of
 from noloco_jax.islands.exchange import Unfit
-from noloco_jax.islands.node import Codec
+from noloco_jax.islands.interfaces import Codec
 from noloco_jax.islands.payload import (
     CATCH_UP,
     EXACT,

@@ -15,9 +15,9 @@ import pytest
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig
 from noloco_jax.islands.catch_up import CaughtUp
+from noloco_jax.islands.interfaces import Met
 from noloco_jax.islands.membership import Membership
 from noloco_jax.islands.mode import IslandMode
-from noloco_jax.islands.node import Met
 from noloco_jax.islands.payload import EXACT, WHOLE, StateForms, specs_of
 from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
 from noloco_jax.islands.sync import IslandSync

@@ -8,6 +8,7 @@ import socket
 import grpc
 import pytest
 
+from noloco_jax.islands import exchange
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.keys import issue_in, load_keys, make_keys
@@ -117,7 +118,7 @@ def test_a_revoked_certificate_is_refused_on_both_sides(keys, tmp_path):
 def test_a_viewer_opens_the_status_and_nothing_else(keys):
     async def main():
         async with served(keys["paris"]) as (node, port), dialler("viewer_ann", keys["viewer_ann"], port) as one:
-            assert (await one.greet("paris", pb.Greeting(wants_details=True, leaving=True), 60.0)).round == 7
+            assert (await one.greet("paris", pb.Greeting(wants_details=True, phase=pb.Status.LEAVING), 60.0)).round == 7
             assert node.greetings == [pb.Greeting()]
             with pytest.raises(Broken, match="no member"):
                 async for _ in one.weights("paris", pb.WeightsRequest()):
@@ -136,6 +137,21 @@ def test_weights_come_in_order_and_a_refusal_has_its_reason(keys):
             with pytest.raises(Broken, match="it has not finished"):
                 async for _ in one.weights("paris", pb.WeightsRequest(last=True)):
                     pass
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_takes_no_more_weights_is_left_after_seconds(keys, monkeypatch):
+    """As one that is stopped or cut off would be, for which a donor stays until its end otherwise."""
+    monkeypatch.setattr(exchange, "SILENT_SECONDS", 1.0)
+
+    async def main():
+        async with served(keys["paris"]) as (node, port), dialler("berlin", keys["berlin"], port) as one:
+            node.pieces, node.piece_bytes = 200, 1 << 20
+            frames = one.weights("paris", pb.WeightsRequest())
+            await anext(frames)
+            await node.ended.wait()
+            await frames.aclose()
 
     asyncio.run(main())
 

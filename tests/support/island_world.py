@@ -12,7 +12,8 @@ import numpy as np
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give
 from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.node import Met, Node, Read, Settings
+from noloco_jax.islands.interfaces import Met, Plan, Read, Settings
+from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.roster import Address, Member, Roster
 from noloco_jax.islands.start import begin
@@ -177,20 +178,19 @@ class Sim:
         self.node = self._make()
 
     def _make(self) -> Node:
-        return Node(
-            self.name,
-            self.options.get("roster", self.world.roster),
-            self.options.get("identity", {"run": "simulation"}),
-            self.options.get("partner", random_partner),
-            _Network(self.name, self.world),
-            self,
-            self.options.get("codec", Numbers()),
-            self.options.get("incarnation", 1),
-            Pace(self.world.steps_a_round, self.options.get("by_time", False)),
-            self.options["settings"],
-            self.options["saved"],
-            self.options.get("parse"),
+        options = self.options
+        plan = Plan(
+            name=self.name,
+            roster=options.get("roster", self.world.roster),
+            identity=options.get("identity", {"run": "simulation"}),
+            partner=options.get("partner", random_partner),
+            codec=options.get("codec", Numbers()),
+            incarnation=options.get("incarnation", 1),
+            settings=options["settings"],
+            saved=options["saved"],
         )
+        pace = Pace(self.world.steps_a_round, options.get("by_time", False))
+        return Node(plan, _Network(self.name, self.world), self, pace, options.get("parse"))
 
     # As `World`.
 
@@ -275,7 +275,7 @@ class Sim:
             self.step += stride
             if self.step % self.steps_a_round == 0:
                 self.end_round()
-        self.node.leave(finished=self.step >= num_steps)
+        self.node.leave(pb.Status.FINISHED if self.step >= num_steps else pb.Status.LEAVING)
 
     def save(self) -> dict[str, Any]:
         self.apply()

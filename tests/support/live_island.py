@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from noloco_jax.islands.catch_up import CaughtUp
+from noloco_jax.islands.interfaces import Read, Settings
 from noloco_jax.islands.keys import credentials_for
-from noloco_jax.islands.network import Correction, Link, Plan
-from noloco_jax.islands.node import Read, Settings
+from noloco_jax.islands.network import Correction, Link, LinkPlan, is_done
 from noloco_jax.islands.payload import ArraySpec, Message, StateForms
 from noloco_jax.islands.roster import MEMBERS_FILE, Roster, newest
 from support.island_world import random_partner
@@ -45,7 +45,7 @@ class LiveIsland:
         workdir = folder / f"work-{name}"
         workdir.mkdir(exist_ok=True)
         authority = None if credentials is None else credentials.authority
-        self.plan = Plan(
+        self.plan = LinkPlan(
             name=name,
             roster=newest(workdir / MEMBERS_FILE, roster, authority),
             credentials=credentials,
@@ -75,11 +75,11 @@ class LiveIsland:
     def _run(self) -> None:
         try:
             opened = self.link.open()
-            while not opened(0.1):
+            while not is_done(opened, 0.1):
                 if self.stopping.is_set():
                     return
             begun = self.link.begin()
-            while not begun(0.1):
+            while not is_done(begun, 0.1):
                 if self.stopping.is_set():
                     return
             self._train()
@@ -96,9 +96,9 @@ class LiveIsland:
                     self.weights, self.step, self.round = np.array(item.leaves[0]), item.step, item.round
                 elif isinstance(item, Correction):
                     self.weights = self.weights + item.arrays.result()[0]
-            if wanted := self.link.wanted:
+            if wanted := self.link.copies.wanted:
                 state = {0: self.weights.copy(), 1: np.int32(self.step) * np.ones((), np.int32)}
-                self.link.give({number: state[number] for number in wanted}, self.round, self.step)
+                self.link.copies.give({number: state[number] for number in wanted}, self.round, self.step)
             self.link.stride(1)
             time.sleep(self.step_seconds + self.link.pace.pause())
             self.step += 1

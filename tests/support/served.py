@@ -34,6 +34,8 @@ class Echo:
         self.frames = 0
         self.greetings: list[pb.Greeting] = []
         self.is_silent = False
+        self.pieces, self.piece_bytes = 1, 3
+        self.ended = asyncio.Event()  # of a call for weights
 
     async def exchange_called(self, name: str, stream: Any) -> None:
         self.callers.append(name)
@@ -48,11 +50,15 @@ class Echo:
         self.greetings.append(greeting)
         return pb.Status(round=7)
 
-    async def give(self, caller: str, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+    async def give(self, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
         if request.last:
             raise Broken("it has not finished")
-        yield pb.WeightsFrame(offer=pb.Offer(num_bytes=3))
-        yield pb.WeightsFrame(piece=pb.Piece(data=b"abc"))
+        try:
+            yield pb.WeightsFrame(offer=pb.Offer(num_bytes=3))
+            for _ in range(self.pieces):
+                yield pb.WeightsFrame(piece=pb.Piece(data=bytes(self.piece_bytes)))
+        finally:
+            self.ended.set()
 
 
 @contextlib.asynccontextmanager

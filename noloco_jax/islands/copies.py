@@ -1,0 +1,140 @@
+"""Copies of the training's state, as an island gives them to others, and states as it receives them.
+
+The training gives copies between two inner steps: it looks at `Copies.wanted`, and calls `Copies.give`.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.catch_up import GIVE_SECONDS, CaughtUp
+from noloco_jax.islands.exchange import Broken, Unfit
+from noloco_jax.islands.node import Node
+from noloco_jax.islands.payload import EXACT, StateForms
+
+_KEPT_SECONDS = 15.0  # for which encoded weights serve further requests
+FAR_WEIGHTS = 8.0  # largest distance of a donor's weights, in multiples of the own ones' norm
+
+
+class Given(NamedTuple):
+    """Copies of the state's arrays by their numbers, and where the training was."""
+
+    leaves: Mapping[int, np.ndarray]
+    round: int
+    step: int
+
+
+class _Wanted(NamedTuple):
+    """Arrays of the state of which a peer, or a command, waits for a copy."""
+
+    numbers: tuple[int, ...]
+    given: "asyncio.Future[Given]"
+
+
+class Copies:
+    """`catch_up.State` of a training in another thread.
+
+    Args:
+      node: the island.
+      forms: forms of the state.
+      run: calls a function that takes long beside the loop.
+      take_state: called with a received state, from which the training is to continue.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        forms: StateForms,
+        run: Callable[..., Awaitable[Any]],
+        take_state: Callable[[CaughtUp], None],
+    ):
+        self._node, self._forms, self._run, self._take_state = node, forms, run, take_state
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._wanted: list[_Wanted] = []
+        self._encoded: tuple[int, Any, bytes] | None = None  # kind, phase, bytes
+
+    # The training's thread.
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Numbers of the state's arrays of which somebody waits for a copy: call `give` then."""
+        with self._lock:
+            numbers = {number for wanted in self._wanted for number in wanted.numbers}
+            return tuple(sorted(numbers | {0})) if self._wanted else ()  # a position may have no arrays of its own
+
+    def give(self, leaves: Mapping[int, np.ndarray], round: int, step: int) -> None:
+        """Give copies of the `wanted` arrays, which nobody will change, after a round and a step."""
+        with self._lock:
+            ready = [one for one in self._wanted if leaves.keys() >= set(one.numbers)]  # others were asked for since
+            self._wanted = [one for one in self._wanted if one.given not in [other.given for other in ready]]
+        for one in ready:
+            self._loop.call_soon_threadsafe(_resolve, one.given, Given(leaves, round, step))
+
+    # The network's thread.
+
+    def num_bytes(self, kind: int) -> int:
+        return self._forms.num_bytes(kind)
+
+    async def weights(self, kind: int) -> bytes:
+        phase = self._node.phase
+        if self._encoded is not None and self._encoded[:2] == (kind, phase):
+            return self._encoded[2]
+        given = await self._copy(self._forms.large(kind))
+        data: bytes = await self._run(self._forms.encode, kind, given.leaves)
+        self._encoded = kept = kind, phase, data
+        self._loop.call_later(_KEPT_SECONDS, self._forget, kept)
+        return data
+
+    async def position(self, kind: int) -> pb.Position:
+        given = await self._copy(self._forms.small(kind))
+        small = self._forms.encode_small(kind, given.leaves)
+        return pb.Position(round=given.round, step=given.step, has_averaged=self._node.has_averaged, small=small)
+
+    async def received(self, kind: int, data: bytes, position: pb.Position) -> CaughtUp:
+        node, numbers = self._node, self._forms.large(EXACT)
+        leaves = await self._run(self._forms.decode, kind, data, position.small)
+        if node.has_averaged and node.phase == pb.Status.TRAINING:
+            own = await self._copy(numbers)
+            await self._run(_check_distance, [(own.leaves[n], leaves[n]) for n in numbers])
+        return CaughtUp(position.round, position.step, leaves, node.settings.whole_state)
+
+    def take_state(self, state: CaughtUp) -> None:
+        self._take_state(state)
+
+    async def _copy(self, numbers: Sequence[int]) -> Given:
+        wanted = _Wanted(tuple(numbers), self._loop.create_future())
+        with self._lock:
+            self._wanted.append(wanted)
+        try:
+            async with asyncio.timeout(GIVE_SECONDS):
+                return await wanted.given
+        except TimeoutError:
+            raise Broken(f"its training gave no copy of the weights in {GIVE_SECONDS:g} s") from None
+        finally:
+            with self._lock:
+                self._wanted = [one for one in self._wanted if one.given is not wanted.given]
+
+    def _forget(self, kept: Any) -> None:
+        if self._encoded is kept:
+            self._encoded = None
+
+
+def _check_distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Raise `Unfit` for weights far from the own ones, which come first in each pair."""
+    distance = norm = 0.0
+    for own, other in pairs:
+        own = own.astype(np.float32, copy=False)
+        norm += float(np.sum(np.square(own)))
+        distance += float(np.sum(np.square(other.astype(np.float32, copy=False).reshape(own.shape) - own)))
+    if not distance <= FAR_WEIGHTS**2 * norm:
+        raise Unfit(f"weights {(distance / norm) ** 0.5:.3g} times their norm away from the own ones")
+
+
+def _resolve(future: "asyncio.Future[Given]", given: Given) -> None:
+    if not future.done():
+        future.set_result(given)

@@ -1,0 +1,400 @@
+"""Exchanges of one island, round by round: who dials, what is accepted, what is committed, and what is left out.
+
+A meeting is a round's message that waits for its partner's. Its dialler calls until the messages are exchanged or the
+patience ends.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.bounds import FAR_IN_A_ROW, LARGEST, Bounds, agreed
+from noloco_jax.islands.exchange import (
+    Broken,
+    Refused,
+    Stream,
+    Unfit,
+    answer,
+    hold_until,
+    offer,
+    receive_hello,
+    send,
+)
+from noloco_jax.islands.interfaces import Met, Read
+from noloco_jax.islands.peers import ENDED, Peer, check_hello
+
+if TYPE_CHECKING:
+    from noloco_jax.islands.node import Node
+
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is dialled again
+BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
+LATELY = 64  # rounds in which an island meets those that count when others are left out
+HELD_AHEAD = 64  # rounds that a dialler may be ahead for its call to be held
+TRAINING = pb.Status.TRAINING
+
+
+@dataclass(eq=False)
+class Meeting:
+    """Message of a round that waits for its partner's.
+
+    Attributes:
+      round, partner: of the message.
+      own: the message as the training gave it.
+      tokens: its weight.
+      norm: Euclidean.
+      steps: inner steps begun when it was made.
+      held: the attempt in which the partner may have committed.
+      task: the attempt under way.
+    """
+
+    round: int
+    partner: str
+    own: Any
+    tokens: int
+    norm: float
+    steps: int
+    held: "Attempt | None" = None
+    task: asyncio.Task | None = None
+
+
+class Attempt:
+    """One island's part in one attempt of an exchange: see `exchange.Side`."""
+
+    def __init__(self, meetings: "Meetings", meeting: Meeting):
+        self._meetings, self._meeting = meetings, meeting
+        self._codec, self._run = meetings.node.codec, meetings.node.world.run
+        self.weight = self.size = self.factor = 0.0
+        self.read: Read | None = None
+
+    def sizes(self) -> Sequence[int]:
+        return self._codec.sizes
+
+    async def part(self, number: int, theirs: Sequence[bytes]) -> bytes:
+        return await self._run(self._codec.part, self._meeting.own, number, tuple(theirs))
+
+    async def judge(self, theirs: Sequence[bytes], tokens: int) -> float:
+        meeting = self._meeting
+        try:
+            read: Read = await self._run(self._codec.read, meeting.own, tuple(theirs))
+        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
+            raise Unfit(f"a message that cannot be decoded: {error}") from None
+        if not read.norm <= LARGEST * meeting.norm or not math.isfinite(read.difference):  # NaN neither
+            raise Unfit(f"a message of norm {read.norm:.3g}, where the own one has {meeting.norm:.3g}")
+        self.weight = tokens / (tokens + meeting.tokens)
+        self.read, self.size = read, self.weight * read.difference
+        self.factor = self._meetings.factor(meeting, self.size)
+        return self.factor
+
+
+class Meetings:
+    """Exchanges of one island.
+
+    Args:
+      node: the island.
+      saved: see `to_json`.
+
+    Attributes:
+      due: messages with a partner, since the start.
+      committed: of them those exchanged.
+      one_sided: exchanges that only the partner may have applied, also before the start.
+    """
+
+    def __init__(self, node: "Node", saved: Mapping[str, Any] | None):
+        self.node = node
+        self.due = self.committed = 0
+        self.one_sided: int = saved["one_sided"] + saved["unresolved"] if saved else 0
+        self._bounds = Bounds(saved and saved["bounds"])
+        self._open: dict[int, Meeting] = {}
+        self._finished: dict[tuple[str, int, int], float] = {}  # (dialler, incarnation, round) -> own factor
+        self._steps_late = 0  # of corrections, summed
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bounds": self._bounds.to_json(),
+            "one_sided": self.one_sided,
+            "unresolved": sum(meeting.held is not None for meeting in self._open.values()),
+        }
+
+    @property
+    def steps_late(self) -> float:
+        """Mean inner steps from the end of a round until its exchange was committed."""
+        return self._steps_late / self.committed if self.committed else 0.0
+
+    def is_open(self, round: int) -> bool:
+        """Return whether the message of this round, or of an earlier one, may still be exchanged."""
+        return any(one <= round for one in self._open)
+
+    def begin(self, round: int, own: Any, norm: float, tokens: int) -> None:
+        """Begin the meeting of a round that has ended, and end those that have waited too long."""
+        node, oldest = self.node, round - self.node.settings.patience
+        self.end("not committed in time", lambda meeting: meeting.round <= oldest)
+        self._finished = {key: factor for key, factor in self._finished.items() if key[2] > oldest - LATELY}
+        name = node.partner(round)
+        if name is None:
+            return
+        self.due += 1
+        meeting = self._open[round] = Meeting(round, name, own, tokens, norm, node.world.num_steps)
+        if not math.isfinite(norm):
+            self._end(meeting, "the own message is not finite")
+        elif fault := self._absence(node.peers[name], round):
+            self._end(meeting, fault)
+        elif (dials := self._dials(name, round)) is None:
+            self._end(meeting, "neither of the two can be dialled")
+        elif dials:
+            meeting.task = node.start(self._meet(meeting))
+
+    def end(self, reason: str, which: Any = lambda meeting: True) -> None:
+        """End meetings without a correction: all, or those for which `which` returns True."""
+        for meeting in [one for one in self._open.values() if which(one)]:
+            self._end(meeting, reason)
+
+    def peer_left(self, peer: Peer) -> None:
+        """End the meetings with a peer that begins no further exchange, but for those that it may have committed."""
+        reason = self._absence(peer, self.node.round)
+        self.end(reason, lambda meeting: meeting.partner == peer.name and meeting.held is None)
+
+    # The dialling side.
+
+    async def _meet(self, meeting: Meeting) -> None:
+        """Dial until the messages are exchanged, or there is no hope."""
+        delay, node = RETRY_SECONDS, self.node
+        peer = node.peers[meeting.partner]
+
+        def hear(timing: pb.Timing, incarnation: int, version: int) -> None:
+            node.hear(meeting.partner, timing, incarnation)
+            node.take_news(meeting.partner, version)
+            if incarnation:
+                meeting.held = None  # it accepts: what was held before was never committed
+
+        while True:
+            attempt = Attempt(self, meeting)
+
+            def hold(attempt: Attempt = attempt) -> None:
+                meeting.held = attempt
+
+            try:
+                async with node.network.exchange(meeting.partner) as stream:
+                    theirs = await offer(stream, self._hello(meeting), attempt, hear, hold)
+            except Refused as refused:
+                if refused.answer.reason != pb.No.NOT_TRAINING:
+                    if refused.answer.reason == pb.No.WRONG:
+                        peer.wrong = refused.answer.text[:300]
+                    self._end(meeting, refused.answer.text[:100], refused.answer.reason == pb.No.OVER_BEFORE)
+                    return
+            except Unfit as error:
+                self._broken(peer, error)
+            except Broken as error:
+                self._log_silence(peer, str(error))
+            else:
+                if meeting.held is None:  # a Done for what was never received
+                    self._broken(peer, Unfit("a commit that was not due"))
+                else:
+                    self._commit(meeting, meeting.held, theirs)
+                    return
+            if fault := self._absence(peer, meeting.round):
+                self._end(meeting, fault)
+                return
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_RETRY_SECONDS)
+
+    def _hello(self, meeting: Meeting) -> pb.Hello:
+        node = self.node
+        return pb.Hello(
+            round=meeting.round,
+            incarnation=node.incarnation,
+            identity=node.digest,
+            tokens=meeting.tokens,
+            timing=node.timing(meeting.round),
+            roster_version=node.roster.version,
+            address=node.told_address,
+        )
+
+    def _dials(self, name: str, round: int) -> bool | None:
+        """Return whether this island dials, rather than its partner; None: neither can."""
+        node = self.node
+        mine, theirs = node.can_be_dialled(node.name), node.can_be_dialled(name)
+        if not (mine and theirs):
+            return theirs if mine or theirs else None
+        ids = [node.roster.member(one).id for one in (node.name, name)]
+        return (ids[0] < ids[1]) is (round % 2 == 0)
+
+    # The answering side.
+
+    async def called(self, name: str, stream: Stream) -> None:
+        """Answer a call for an exchange; `name` is that of the caller's certificate."""
+        node, hello = self.node, await receive_hello(stream)
+        peer = node.peers.get(name)
+        try:
+            check_hello(hello)
+        except Unfit as error:
+            if peer is not None:
+                self._broken(peer, error)
+            return
+        if peer is not None:
+            node.hear(name, hello.timing, hello.incarnation, hello.address)
+            node.take_news(name, hello.roster_version)
+        if (done := self._finished.get((name, hello.incarnation, hello.round))) is not None:
+            await send(stream, pb.Frame(done=pb.Done(factor=done)))
+            return
+        if (refusal := self._refusal(name, hello)) is None and hello.round > node.round:
+            ended = node.until(lambda: node.round >= hello.round or node.phase != TRAINING)
+            await hold_until(ended, stream, node.timing)
+            refusal = self._refusal(name, hello)
+        if refusal is not None:
+            reason, text = refusal
+            no = pb.No(reason=reason, text=text, timing=node.timing(), roster_version=node.roster.version)
+            await send(stream, pb.Frame(no=no))
+            return
+        meeting = self._open[hello.round]
+        if meeting.task is not None:  # an attempt that its dialler gave up
+            meeting.task.cancel()
+        attempt, this = Attempt(self, meeting), asyncio.current_task()
+        meeting.task = this
+        accept = pb.Accept(
+            incarnation=node.incarnation,
+            tokens=meeting.tokens,
+            timing=node.timing(hello.round),
+            roster_version=node.roster.version,
+        )
+
+        def commit(theirs: float) -> float:
+            if self._open.get(hello.round) is not meeting or meeting.task is not this:
+                raise Broken("the round is over here")
+            self._finished[name, hello.incarnation, hello.round] = attempt.factor
+            self._commit(meeting, attempt, theirs)
+            return attempt.factor
+
+        try:
+            await answer(stream, accept, hello.tokens, attempt, commit)
+        except Unfit as error:
+            self._broken(node.peers[name], error)
+        finally:
+            if meeting.task is this:
+                meeting.task = None
+
+    def _refusal(self, name: str, hello: pb.Hello) -> tuple[Any, str] | None:
+        """Return reason and text of a refusal, or None where a call is accepted, or held until the round ends."""
+        node, round, no = self.node, hello.round, pb.No
+        peer, meeting = node.peers.get(name), self._open.get(round)
+        if peer is None:
+            return no.NOT_PARTNER, f"{name} is no member here"
+        if hello.identity != node.digest:
+            return no.WRONG, "another configuration: the start of either says which value"
+        if node.phase in ENDED:
+            return no.LEAVING, "it leaves" if node.phase == pb.Status.LEAVING else "it has finished"
+        if node.phase != TRAINING:
+            return no.NOT_TRAINING, "it starts"
+        if peer.quarantined_until > round:
+            return no.QUARANTINED, "in quarantine there, after broken messages"
+        if (meeting.partner if meeting else node.partner(round)) != name:
+            return no.NOT_PARTNER, f"not in this round, of {len(node.roster.active(round))} members there"
+        if any(key[0] == name and key[2] == round for key in self._finished):
+            return no.OVER_BEFORE, "it was exchanged before a restart"
+        if round > node.round + HELD_AHEAD:
+            return no.OVER, f"it is {round - node.round} rounds behind"
+        if round <= node.round and meeting is None:
+            return no.OVER, f"its message is gone, it has ended round {node.round + 1}"
+        if meeting is not None and self._dials(name, round) is True:
+            return no.NOT_PARTNER, "it dials itself"
+        return None
+
+    # Both sides.
+
+    def _commit(self, meeting: Meeting, attempt: Attempt, theirs: float) -> None:
+        """Apply an exchange; `theirs` is the partner's factor."""
+        assert attempt.read is not None
+        node, read = self.node, attempt.read
+        peer, factor = node.peers[meeting.partner], agreed(attempt.factor, theirs)
+        self._close(meeting)
+        peer.broken, peer.met = 0, meeting.round
+        peer.distance = peer.distance.after(attempt.size, attempt.factor)
+        self._leave_out(peer, attempt.factor == 0.0)
+        late = node.world.num_steps - meeting.steps
+        lag = node.round - meeting.round
+        met = Met(meeting.round, peer.name, "late" if lag else "met", lag, factor=factor, steps_late=late)
+        if peer.left_out:
+            reason = "its weights are far away, and nothing is taken from it"
+            node.world.outcome(met._replace(outcome="alone", reason=reason, factor=0.0, one_sided=True))
+            return
+        self._bounds.accept(attempt.size, attempt.factor, factor)
+        self.committed += 1
+        node.has_averaged = True
+        self._steps_late += late
+        own, weight, codec = meeting.own, factor * attempt.weight, node.codec
+        node.world.deliver(meeting.round, lambda: codec.correction(own, read, weight))
+        node.world.outcome(met)
+
+    def _end(self, meeting: Meeting, reason: str, one_sided: bool = False) -> None:
+        """End a meeting without a correction."""
+        node, one_sided = self.node, one_sided or meeting.held is not None
+        self.one_sided += one_sided
+        self._close(meeting)
+        node.world.outcome(Met(meeting.round, meeting.partner, "alone", reason=reason, one_sided=one_sided))
+        peer, ratio = node.peers.get(meeting.partner), node.pace.unequal
+        if peer is not None and not peer.told_unequal and ratio is not None:
+            peer.told_unequal = True
+            slower = f"{max(ratio, 1 / ratio):.2g} times as long {'there' if ratio > 1 else 'here'}"
+            node.tell(
+                f"a round takes {slower} as of the last exchange: islands of unequal speed hardly meet in equal steps; "
+                "start all of them with --pace=time (nj.Island has no pace)"
+            )
+
+    def _close(self, meeting: Meeting) -> None:
+        self._open.pop(meeting.round, None)
+        if meeting.task is not None and meeting.task is not asyncio.current_task():
+            meeting.task.cancel()
+        self.node.notify()
+
+    def factor(self, meeting: Meeting, size: float) -> float:
+        """Return the factor that brings a correction of a size into the bounds; 0: nothing is taken.
+
+        Nothing is taken from a peer that is far away and came no closer, unless most of the others are far away: then
+        the run drifts apart or this island was alone, and taking nothing from the others would make either worse.
+        """
+        factor = self._bounds.factor(size, meeting.norm)
+        peer = self.node.peers[meeting.partner]
+        if peer.distance.after(size, factor).count < FAR_IN_A_ROW:
+            return factor
+        since = max(self.node.round - LATELY, 0)
+        others = [one for one in self.node.peers.values() if one is not peer and one.met >= since]
+        num_far = sum(one.distance.count > 0 for one in others)
+        return 0.0 if 1 + num_far <= len(others) - num_far else factor
+
+    def _leave_out(self, peer: Peer, leaves_out: bool) -> None:
+        name = self.node.name
+        if leaves_out and not peer.left_out:
+            self.node.tell(
+                f"{peer.name} is far from {name}'s weights and came no closer since their last exchange: it was "
+                f"alone for long, or its weights are damaged; {name} takes nothing from it until it is close"
+            )
+        elif peer.left_out and not leaves_out:
+            self.node.tell(f"{peer.name} came closer, and {name} takes corrections from it again")
+        peer.left_out = leaves_out
+
+    def _broken(self, peer: Peer, error: Unfit) -> None:
+        """Count a broken message; leave the peer out for a while after several in a row."""
+        peer.broken += 1
+        self.node.tell(f"{peer.name} sent {error}: it is refused")
+        if peer.broken < BROKEN_IN_A_ROW:
+            return
+        peer.broken = 0
+        peer.quarantined_until = self.node.round + 1 + QUARANTINE_ROUNDS
+        self.node.tell(f"{peer.name}: nothing is exchanged with it before round {peer.quarantined_until + 1}")
+        self.end("the partner is in quarantine", lambda meeting: meeting.partner == peer.name)
+
+    def _absence(self, peer: Peer, round: int) -> str:
+        """Return the reason for which a partner cannot be met, or an empty text."""
+        if peer.quarantined_until > round:
+            return "the partner is in quarantine"
+        if peer.phase in ENDED:
+            return "the partner has left" if peer.phase == pb.Status.LEAVING else "the partner has finished"
+        return "the two refuse each other" if peer.wrong else ""
+
+    def _log_silence(self, peer: Peer, reason: str) -> None:
+        """Tell once that a peer does not answer, until it is heard again."""
+        if peer.told_silence != (reason, peer.heard):
+            peer.told_silence = reason, peer.heard
+            self.node.tell(f"{peer.name}: {reason}")

@@ -1,0 +1,150 @@
+"""State of an island in a user's own loop: weights, `rest` and the outer optimizer's, on the user's devices."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.islands.catch_up import CaughtUp
+from noloco_jax.islands.forms import Form
+from noloco_jax.islands.fresh import Fresh, begins_anew
+from noloco_jax.islands.payload import ArraySpec, StateForms, specs_of
+from noloco_jax.islands.programs import SoloPrograms, solo_of
+from noloco_jax.outer.fragments import described
+from noloco_jax.outer.rule import OuterState, at_num_outer_steps
+from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
+
+PyTree = Any
+
+
+class OwnState:
+    """Form of the state of a user's loop: shapes and shardings, and how a state is made of given or received arrays.
+
+    Args:
+      outer: the outer optimizer.
+      params: the weights.
+      rest: what travels with them; its values are those with which moments begin anew.
+
+    Attributes:
+      params, rest: forms of the user's trees.
+      places: shapes, dtypes and shardings of the state.
+      solo: programs of solo steps and corrections, not compiled.
+    """
+
+    def __init__(self, outer: OuterOptimizer, params: PyTree, rest: PyTree):
+        self._outer = outer
+        self.params, self.rest = Form(params, "params", is_computed=True), Form(rest, "rest")
+        shapes = self.params.shapes(leading=(1,))
+        outer_shapes = self._shapes_of_outer(shapes)
+        self.solo = solo_of(outer, shapes, outer_shapes)
+        self.places = TrainState(self.params.shapes(), self.rest.shapes(), outer_shapes)
+        first = self.rest.arrays(rest)
+        self._fresh = Fresh(jax.tree.leaves(first), begins_anew(first, self.places.params))
+
+    @property
+    def specs(self) -> dict[str, ArraySpec]:
+        """Return the spec of every array of the state, by its name."""
+        named = {f"params{name}": spec for name, spec in self.params.specs.items()}
+        named |= {f"rest{name}": spec for name, spec in self.rest.specs.items()}
+        return named | {f"outer {i}": spec for i, spec in enumerate(specs_of(self.places.outer))}
+
+    @property
+    def saved_specs(self) -> dict[str, ArraySpec | str]:
+        """Return what a checkpoint must have equal: the specs, and the fragments to which saved windows belong."""
+        specs: dict[str, ArraySpec | str] = dict(self.specs)
+        count = self._outer.steps.fragments.count
+        assert self.places.outer is not None
+        return specs if count == 1 or self.places.outer.windows is None else {**specs, "fragments": described(count)}
+
+    @property
+    def forms(self) -> StateForms:
+        """Return the forms in which the state travels."""
+        first, count = (len(jax.tree.leaves(tree)) for tree in self.places[:2])
+        carried = [first + number for number in range(count) if number not in self._fresh]
+        return StateForms(specs_of(self.places), first, carried)
+
+    def begun(self, params: PyTree, rest: PyTree) -> TrainState:
+        """Return a state with these arrays, of which no outer step was taken."""
+        make = jax.jit(self._init, out_shardings=shardings_of(self.places.outer))
+        return TrainState(params, rest, make(jax.tree.map(lambda x: x[None], params)))
+
+    def placed(self, leaves: Any, places: TrainState | None = None) -> TrainState:
+        """Return a state on this island's devices; numbers and NumPy arrays of `rest` stay on the host."""
+        places = places or self.places
+        state = jax.tree.structure(places).unflatten(leaves)
+
+        def put(x: Any, like: Any) -> Any:
+            return jax.device_put(x, like.sharding)
+
+        def of_rest(x: Any, like: Any) -> Any:
+            return np.asarray(x) if like.sharding is None else put(x, like)
+
+        return TrainState(
+            jax.tree.map(put, state.params, places.params),
+            jax.tree.map(of_rest, state.inner, places.inner),
+            jax.tree.map(put, state.outer, places.outer),
+        )
+
+    def from_peer(self, caught_up: CaughtUp) -> TrainState:
+        """Return the state of a peer on this island's devices."""
+        params, rest, _ = self.places
+        round, _, given, whole = caught_up
+        if whole:
+            state = self.placed([given[number] for number in range(len(jax.tree.leaves(self.places)))])
+        else:
+            first, count = len(jax.tree.leaves(params)), len(jax.tree.leaves(rest))
+            leaves = [given[number] for number in range(first)]
+            for number in range(count):
+                fresh = self._fresh.leaf(number)
+                leaves.append(given[first + number] if fresh is None else fresh)
+            state = self.begun(*self.placed(leaves, TrainState(params, rest, None))[:2])
+        assert state.outer is not None
+        return state._replace(outer=at_num_outer_steps(state.outer, round + 1))
+
+    def compiled(self) -> SoloPrograms:
+        """Compile the programs for parameters without the leading axis of one."""
+        (params, _, outer), solo = self.places, self.solo
+        placed = shardings_of((params, outer))
+
+        def step(params: PyTree, outer: OuterState) -> Any:
+            lifted, outer, sent, norm = solo.step(jax.tree.map(lambda x: x[None], params), outer)
+            return jax.tree.map(lambda x: x[0], lifted), outer, sent, norm
+
+        def apply(params: PyTree, outer: OuterState, correction: PyTree, number: jax.Array) -> Any:
+            lifted, outer = solo.apply(jax.tree.map(lambda x: x[None], params), outer, correction, number)
+            return jax.tree.map(lambda x: x[0], lifted), outer
+
+        number = jax.ShapeDtypeStruct((), np.int32)
+        return dataclasses.replace(
+            solo,
+            step=jax.jit(step, donate_argnums=1, out_shardings=(*placed, None, None)).lower(params, outer).compile(),
+            apply=jax.jit(apply, donate_argnums=1, out_shardings=placed)
+            .lower(params, outer, solo.correction, number)
+            .compile(),
+        )
+
+    def _init(self, lifted: PyTree) -> Any:
+        return jax.vmap(self._outer.init, out_axes=outer_axes(self._outer))(lifted)
+
+    def _shapes_of_outer(self, params: PyTree) -> OuterState:
+        """Return shapes, dtypes and shardings of the outer state: what is like a parameter lies as it does."""
+        shapes: Any = jax.eval_shape(self._init, params)
+        first = jax.tree.leaves(params)[0].sharding
+        whole = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
+
+        def placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        placed_state: Any = optax.tree.map_params(
+            self._outer,
+            lambda x, like: placed(x, like.sharding),
+            shapes,
+            params,
+            transform_non_params=lambda x: placed(x, whole),
+        )
+        return placed_state._replace(windows=jax.tree.map(lambda x: placed(x, whole), shapes.windows))
