@@ -23,6 +23,7 @@ keep it in WORKDIR/members.json, and pair by it.
 
 import base64
 import difflib
+import functools
 import hashlib
 import ipaddress
 import json
@@ -130,8 +131,12 @@ class Roster:
         names = [member.name for member in self.members if member.id < self.num_founders]
         return hashlib.sha256(json.dumps([self.run, *names]).encode()).hexdigest()[:16]
 
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Member]:
+        return {member.name: member for member in self.members}
+
     def get(self, name: str) -> Member | None:
-        return next((member for member in self.members if member.name == name), None)
+        return self._by_name.get(name)
 
     def member(self, name: str) -> Member:
         """Return a row; raise `UserError` for a name that the roster does not hold."""
