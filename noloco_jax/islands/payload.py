@@ -23,7 +23,7 @@ from noloco_jax.islands.interfaces import Codec, Read
 
 PyTree = Any
 MAX_WINDOW = 32  # more than the partner's, in quarters of a power of two
-SMALL_BYTES = 4096  # of an array that travels with the position
+SMALL_BYTES, ALL_SMALL_BYTES = 4096, 1 << 20  # of an array that travels with the position, and of all of them
 _BLOCK = 256  # values that share a scale, for weights in 8 bits
 EXACT, CATCH_UP, WHOLE = pb.WeightsRequest.EXACT, pb.WeightsRequest.CATCH_UP, pb.WeightsRequest.WHOLE
 
@@ -199,7 +199,7 @@ def pair_windows(own: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> lis
 class StateForms:
     """Forms in which a state travels: exact weights, weights in 8 bits and what travels with them, or everything.
 
-    Arrays of at most `SMALL_BYTES` beside the weights, such as counters, travel with the position, which comes last.
+    Small arrays beside the weights, such as counters, travel with the position, which comes last.
 
     Args:
       specs: of all arrays of the state, the weights first.
@@ -209,41 +209,43 @@ class StateForms:
 
     def __init__(self, specs: Sequence[ArraySpec], num_weights: int, carried: Sequence[int] = ()):
         self._specs, weights = list(specs), list(range(num_weights))
-        self._leaves: dict[int, list[int]] = {
-            EXACT: weights,
-            CATCH_UP: [*weights, *carried],
-            WHOLE: list(range(len(specs))),
-        }
-        self._num_weights = num_weights
+        small, total = set[int](), 0
+        for number in sorted(range(num_weights, len(specs)), key=lambda number: specs[number].nbytes):
+            total += specs[number].nbytes
+            if specs[number].nbytes > SMALL_BYTES or total > ALL_SMALL_BYTES:
+                break
+            small.add(number)
+        leaves = {EXACT: weights, CATCH_UP: [*weights, *carried], WHOLE: range(len(specs))}
+        self._large = {kind: [n for n in numbers if n not in small] for kind, numbers in leaves.items()}
+        self._small = {kind: [n for n in numbers if n in small] for kind, numbers in leaves.items()}
+        self._floats = {n for n in weights if jnp.issubdtype(specs[n].dtype, jnp.floating)}
 
     def large(self, kind: int) -> list[int]:
         """Return the numbers of the arrays that a form begins with."""
-        return [n for n in self._leaves[kind] if n < self._num_weights or self._specs[n].nbytes > SMALL_BYTES]
+        return self._large[kind]
 
     def small(self, kind: int) -> list[int]:
         """Return the numbers of the arrays that come with the position."""
-        return [n for n in self._leaves[kind] if n not in set(self.large(kind))]
+        return self._small[kind]
 
     def num_bytes(self, kind: int) -> int:
         return sum(self._size(kind, number) for number in self.large(kind))
 
     def encode(self, kind: int, leaves: Mapping[int, np.ndarray]) -> bytes:
         """Return the bytes of the large arrays."""
-        quantized = self._quantized(kind)
-        return b"".join(
-            _quantize(leaves[number]) if number in quantized else pack([leaves[number]]) for number in self.large(kind)
-        )
+        numbers = self.large(kind)
+        return b"".join(_quantize(leaves[n]) if self._is_quantized(kind, n) else pack([leaves[n]]) for n in numbers)
 
     def encode_small(self, kind: int, leaves: Mapping[int, np.ndarray]) -> bytes:
         return pack([leaves[number] for number in self.small(kind)])
 
     def decode(self, kind: int, data: bytes, small: bytes) -> dict[int, np.ndarray]:
         """Return the arrays by their numbers; raise `Unfit` for values that are not finite."""
-        leaves, start, quantized = {}, 0, self._quantized(kind)
+        leaves, start = {}, 0
         for number in self.large(kind):
             spec, size = self._specs[number], self._size(kind, number)
             part, start = data[start : start + size], start + size
-            leaves[number] = _dequantize(part, spec) if number in quantized else unpack(part, [spec])[0]
+            leaves[number] = _dequantize(part, spec) if self._is_quantized(kind, number) else unpack(part, [spec])[0]
         numbers = self.small(kind)
         leaves |= dict(zip(numbers, unpack(small, [self._specs[n] for n in numbers]), strict=True))
         for x in leaves.values():
@@ -251,14 +253,12 @@ class StateForms:
                 raise Unfit("weights that are not finite")
         return leaves
 
-    def _quantized(self, kind: int) -> set[int]:
-        if kind != CATCH_UP:
-            return set()
-        return {n for n in range(self._num_weights) if jnp.issubdtype(self._specs[n].dtype, jnp.floating)}
+    def _is_quantized(self, kind: int, number: int) -> bool:
+        return kind == CATCH_UP and number in self._floats
 
     def _size(self, kind: int, number: int) -> int:
         spec = self._specs[number]
-        if number not in self._quantized(kind):
+        if not self._is_quantized(kind, number):
             return spec.nbytes
         count = spec.nbytes // spec.dtype.itemsize
         return count + 4 * -(-count // _BLOCK)

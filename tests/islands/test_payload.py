@@ -1,5 +1,6 @@
 """Messages as bytes: payloads of every wire format, corrections of a pair, and weights in 8 bits."""
 
+import time
 from functools import cache
 
 import jax
@@ -22,6 +23,7 @@ from noloco_jax.islands.payload import (
     codec_of,
     pair_windows,
 )
+from noloco_jax.islands.transport import MAX_BYTES
 
 SHAPES, DIMS = [(5, 96), (7,)], [1, 0]
 WIRES = ("float32", "bfloat16", "int8", "int4", "modulo4")
@@ -169,3 +171,20 @@ def test_weights_that_are_not_finite_are_refused(kind):
     leaves[0][1, 7] = np.nan
     with pytest.raises(Unfit, match="not finite"):
         forms.decode(kind, forms.encode(kind, leaves), forms.encode_small(kind, leaves))
+
+
+@pytest.mark.parametrize("kind", [EXACT, CATCH_UP, WHOLE])
+def test_a_state_of_ten_thousand_arrays_travels_in_seconds_and_its_position_in_one_message(kind):
+    """Regression test: the time grew by the square of the number, and small arrays outgrew a message of 2 MiB."""
+    rng = np.random.default_rng(0)
+    leaves = {n: rng.normal(size=300).astype(np.float32) for n in range(10_000)} | {10_000: np.array(7)}
+    forms = StateForms([ArraySpec(x.shape, x.dtype) for x in leaves.values()], 5000, range(5000, 10_001))
+    began = time.process_time()
+    data, small = forms.encode(kind, leaves), forms.encode_small(kind, leaves)
+    assert len(data) == forms.num_bytes(kind) and len(small) < MAX_BYTES
+    found = forms.decode(kind, data, small)
+    assert time.process_time() - began < 10
+    assert found.keys() == (set(range(5000)) if kind == EXACT else leaves.keys())
+    assert kind == EXACT or 10_000 in forms.small(kind)  # counters come last
+    for n, x in found.items():
+        np.testing.assert_allclose(x, leaves[n], atol=np.abs(leaves[n]).max() / 127 if kind == CATCH_UP else 0)

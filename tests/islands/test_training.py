@@ -14,6 +14,7 @@ import pytest
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig
+from noloco_jax.islands import steps
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.interfaces import Met
 from noloco_jax.islands.membership import Membership
@@ -108,6 +109,32 @@ def test_islands_of_any_layout_match_the_states_of_one_program(tmp_path, one_pro
             np.testing.assert_allclose(mine, expected[row], rtol=5e-4, atol=5e-6, err_msg=str((replica, path)))
     embed = np.asarray(one_program.params["embed"])
     assert np.abs(embed[0] - embed[1]).max() > 1e-4  # they are no copies of each other
+
+
+def test_two_inner_steps_are_queued_at_most_while_a_message_may_arrive(monkeypatch):
+    waited: list[int] = []
+    numbers = itertools.count()
+
+    class Mark:
+        def __init__(self, x: jax.Array):
+            self.number = next(numbers)
+
+        def block_until_ready(self) -> None:
+            waited.append(self.number)
+
+    monkeypatch.setattr(steps, "_mark", Mark)
+    link: Any = SimpleNamespace(
+        pace=SimpleNamespace(pause=lambda: 0.0),
+        is_exchanging=True,
+        is_removed=False,
+        take=lambda: [],
+        copies=SimpleNamespace(wanted=()),
+    )
+    island = IslandSteps(link, None, None, lambda step: 1)  # type: ignore[arg-type]
+    state = TrainState({"w": jax.numpy.zeros(3)}, (), None)
+    for step in range(6):
+        island.apply_arrived(state, step)
+        assert waited == list(range(step - 1))
 
 
 @pytest.mark.parametrize("catch_up", ["weights", "whole"])
