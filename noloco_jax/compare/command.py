@@ -16,7 +16,7 @@ with the one of them that ended with the lowest perplexity. More values may be a
 Each run has a workdir of `python -m noloco_jax.train`, DIR/NAME-seedK, with its output in log.txt. `--jobs=2` trains
 two at a time, each on its share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it where one run
 does not fill them. The same command resumes; with more variants, seeds or values it adds them. After every run the
-results are written to DIR/comparison.md, .csv and .png.
+results are written to DIR/comparison.md and .png.
 
 `@FILE` stands for the flags that a file holds, as a shell has them, on any number of lines, with `#` comments.
 
@@ -45,15 +45,14 @@ from noloco_jax.metrics.console import make_console
 def main(argv: Sequence[str] | None = None) -> int:
     """Train the runs that are not finished; return the exit status, 1 where a run broke off."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    overrides, own = split_overrides(with_plans(arguments))
+    overrides, own = split_overrides(_with_plans(arguments))
     flags = _parser().parse_args(own)
     if flags.jobs < 1:
         raise UserError(f"--jobs={flags.jobs} is below 1: it is how many runs are trained at a time")
     vary = [parse_choices(text, "--vary") for text in flags.vary]
     tune = parse_choices(flags.tune, "--tune") if flags.tune else None
-    plan = make_plan(
-        flags.config, overrides, make_variants(flags.methods, flags.variant, vary), flags.seeds, vary, tune
-    )
+    variants = make_variants(flags.methods, flags.variant, vary)
+    plan = make_plan(flags.config, overrides, variants, flags.seeds, vary, tune)
     check_writable(flags.workdir)
     check_folder(flags.workdir, plan.runs)
     configs = [run.config for run in plan.runs]
@@ -61,14 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         RunData(data, seed=0, vocab_size=vocabulary).check(replicas)
 
     jax.config.update("jax_platforms", "cpu")  # accelerators are the runs'
-    comparison = Comparison(
-        config_file=flags.config,
-        workdir=flags.workdir,
-        plan=plan,
-        jobs=flags.jobs,
-        command=shlex.join(["python", "-m", "noloco_jax.compare", *arguments]),
-        console=make_console(),
-    )
+    command = shlex.join(["python", "-m", "noloco_jax.compare", *arguments])
+    comparison = Comparison(workdir=flags.workdir, plan=plan, jobs=flags.jobs, command=command, console=make_console())
     if flags.dry_run:
         comparison.list_runs()
         return 0
@@ -76,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return comparison.run()
 
 
-def with_plans(arguments: Sequence[str]) -> list[str]:
+def _with_plans(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the flags of plan files in the place of `@FILE`.
 
     Raises:
@@ -84,11 +77,9 @@ def with_plans(arguments: Sequence[str]) -> list[str]:
     """
     flags = []
     for argument in arguments:
-        if not argument.startswith("@"):
-            flags.append(argument)
-            continue
         try:
-            flags += shlex.split(Path(argument[1:]).read_text(encoding="utf-8"), comments=True)
+            file = Path(argument[1:]) if argument.startswith("@") else None
+            flags += [argument] if file is None else shlex.split(file.read_text(encoding="utf-8"), comments=True)
         except (OSError, ValueError) as error:
             raise UserError(f"{argument}: the plan cannot be read ({error}): give a file of flags") from None
     return flags
@@ -96,29 +87,16 @@ def with_plans(arguments: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.compare")
-    parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENT]", help="noloco's; --config.FIELD=VALUE too")
-    parser.add_argument("--methods", help="comma-separated (default: ddp,diloco,noloco,local, none with --variant)")
-    parser.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="NAME:FIELD=VALUE,FIELD=VALUE",
-        help="may be repeated; method=METHOD may be among its fields",
-    )
-    parser.add_argument("--seeds", type=int, default=1, metavar="K", help="seeds a variant: config.seed and K-1 more")
-    parser.add_argument(
-        "--workdir", required=True, type=folder_of_flag, metavar="DIR", help="where runs and results go"
-    )
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="FIELD=A,B,C",
-        help="a field to train with each of several values; may be repeated, for all combinations",
-    )
-    parser.add_argument("--tune", metavar="FIELD=A,B,C", help="a field of which every variant gets its own best value")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="J", help="runs at a time (default 1, right for one GPU)"
-    )
-    parser.add_argument("--dry_run", action="store_true", help="check everything, list the runs and stop")
+    flag = parser.add_argument
+    flag("--config", required=True, metavar="FILE[:ARGUMENT]", help="noloco's; --config.FIELD=VALUE too")
+    flag("--methods", help="comma-separated (default: ddp,diloco,noloco,local, none with --variant)")
+    help_of_variant = "may be repeated; method=METHOD may be among its fields"
+    flag("--variant", action="append", default=[], metavar="NAME:FIELD=VALUE,FIELD=VALUE", help=help_of_variant)
+    flag("--seeds", type=int, default=1, metavar="K", help="seeds a variant: config.seed and K-1 more")
+    flag("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="where runs and results go")
+    help_of_vary = "a field to train with each of several values; may be repeated, for all combinations"
+    flag("--vary", action="append", default=[], metavar="FIELD=A,B,C", help=help_of_vary)
+    flag("--tune", metavar="FIELD=A,B,C", help="a field of which every variant gets its own best value")
+    flag("--jobs", type=int, default=1, metavar="J", help="runs at a time (default 1, right for one GPU)")
+    flag("--dry_run", action="store_true", help="check everything, list the runs and stop")
     return parser

@@ -1,15 +1,18 @@
-"""The table of a comparison, as Markdown and as CSV."""
+"""Table and picture of a comparison."""
 
-import csv
-import io
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.results import Row, mean_and_std
-from noloco_jax.formatting import format_bytes, format_spread
-from noloco_jax.methods import METHODS, schedule_of
+from noloco_jax.files import write_picture
+from noloco_jax.formatting import format_bytes, format_count, format_spread
+from noloco_jax.train.messages import num_outer_steps
+
+_DASHES = ("-", "--", ":", "-.")
+_MARKS = "os^vPX<>p*h"
 
 
 def format_share(share: float) -> str:
@@ -37,21 +40,20 @@ mean of their weights; *gap*: above the ddp of the same seed and inner optimizer
 all-reduce counted as a ring; *share*: of that ddp's; *spread*: between the replicas' weights at the last evaluation."""
 
 
-def markdown(plan: Plan, rows: Sequence[Row], command: str, picture: str | None, missing: Sequence[Run]) -> str:
+def markdown(plan: Plan, rows: Sequence[Row], command: str, missing: Sequence[Run]) -> str:
     """Return the page of a comparison.
 
     Args:
-      plan: which runs.
+      plan: the runs.
       rows: the finished runs.
-      command: that makes the comparison.
-      picture: file name of the picture, or None.
+      command: the command that makes the comparison.
       missing: runs that are known to be needed and are not finished.
     """
     parts = ["# Comparison", f"    {command}", "\n".join(table(plan, rows)), _LEGEND, *remarks(plan, rows)]
     if missing:
         parts.append(f"Not finished: {', '.join(run.name for run in missing)}.")
-    if picture is not None:
-        parts.append(f"![perplexity against tokens, and the gap to ddp against bytes]({picture})")
+    if rows:
+        parts.append("![perplexity against tokens, and the gap to ddp against bytes](comparison.png)")
     return "\n\n".join(parts) + "\n"
 
 
@@ -63,29 +65,15 @@ def table(plan: Plan, rows: Sequence[Row]) -> list[str]:
     left = 1 + len(plan.vary)
     lines = [_line(titles), _line(["---"] * left + ["---:"] * (len(titles) - left))]
     for row in rows:
-        own = [row.variant.value_of(choices) or "–" for choices in plan.vary]
+        values = {choices: value[0] for choices, value in row.variant.varied}
+        own = [values.get(choices, "–") for choices in plan.vary]
         if plan.tune:
             value = row.runs[0].tuned
             own.append("–" if value is None else f"{value} (at the end)" if plan.is_at_end(value) else value)
+        own += [str(len(row.runs)), str(num_outer_steps(row.runs[0].config) or "–")]
         figures = [_figure(row.figures[name], write, name not in _WITHOUT_DEVIATION) for _, name, write in _COLUMNS]
-        lines.append(_line([row.variant.title, *own, str(len(row.runs)), str(_outer_steps(row) or "–"), *figures]))
+        lines.append(_line([row.variant.title, *own, *figures]))
     return lines
-
-
-def table_csv(plan: Plan, rows: Sequence[Row]) -> str:
-    """Return the table as CSV for programs: a mean and a std of every figure, empty where there is none."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    own = [choices.title for choices in (*plan.vary, plan.tune) if choices]
-    names = [f"{name}_{part}" for _, name, _ in _COLUMNS for part in ("mean", "std")]
-    writer.writerow(["variant", "method", *own, "seeds", "outer_steps", *names])
-    for row in rows:
-        values = [row.variant.value_of(choices) or "" for choices in plan.vary]
-        values += [row.runs[0].tuned or ""] if plan.tune else []
-        figures = [number for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]
-        written = ["" if np.isnan(number) else f"{number:.8g}" for number in figures]
-        writer.writerow([row.variant.title, row.variant.method, *values, len(row.runs), _outer_steps(row), *written])
-    return text.getvalue()
 
 
 def remarks(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
@@ -99,25 +87,6 @@ def remarks(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
             f"There is no ddp with inner.optimizer={optimizer!r}, so no gap: add "
             f"--variant=ddp-{optimizer}:method=ddp,inner.optimizer={optimizer}."
         )
-    for row in rows:
-        config, outer = row.runs[0].config, row.runs[0].config.outer
-        is_of_all = METHODS[row.variant.method].equal_after_outer_steps and outer.fragments == 1 and not outer.delay
-        if is_of_all and config.eval_every % outer.sync_every == config.num_steps % outer.sync_every == 0:
-            yield f"{row.variant.name}'s replicas were evaluated right after outer steps alone, when they are equal."
-    factors = {row.variant.title: METHODS[row.variant.method].sync_factor for row in rows if _varies_interval(row)}
-    for title, factor in factors.items():
-        if factor != 1:
-            yield f"{title} takes {factor} x the outer.sync_every of the table."
-
-
-def _varies_interval(row: Row) -> bool:
-    return any("outer.sync_every" in choices.fields for choices, _ in row.variant.varied)
-
-
-def _outer_steps(row: Row) -> int:
-    config = row.runs[0].config
-    schedule = schedule_of(config)
-    return schedule.total(config.num_steps) if schedule is not None else 0
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -131,3 +100,55 @@ def _figure(values: np.ndarray, write: Callable[[float], str], with_deviation: b
     if np.isnan(mean):
         return "–"
     return f"{write(mean)} ± {write(std).lstrip('+')}" if with_deviation and std > 0 else write(mean)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw perplexity against tokens, and the gap to ddp against the bytes that a replica sends.
+
+    A line is the mean over seeds, a band or bar goes from the least seed to the greatest. What sends nothing is a
+    level, as the axis has no place for it.
+    """
+    from matplotlib import colormaps  # here: slow to import
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(13, 5), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    titles = list(dict.fromkeys(row.variant.title for row in rows))
+    for row in rows:
+        color = colormaps["tab10"](titles.index(row.variant.title) % 10)
+        place = [other.variant for other in rows if other.variant.title == row.variant.title].index(row.variant)
+        last = mean_and_std(row.figures["perplexity"])[0]
+        label = f"{row.variant.name}: {last:.2f}"
+        left.plot(row.tokens, row.curves.mean(axis=0), color=color, linestyle=_DASHES[place % 4], label=label)
+        low, high = row.curves.min(axis=0), row.curves.max(axis=0)
+        left.fill_between(row.tokens, low, high, color=color, alpha=0.2, linewidth=0)
+        gaps, sent = row.figures["gap_percent"], mean_and_std(row.figures["bytes_sent"])[0]
+        gap = mean_and_std(gaps)[0]
+        if not np.isfinite([gap, sent]).all():
+            continue
+        if sent == 0:
+            right.axhline(gap, color=color, linestyle=":", label=f"{row.variant.name}, sends nothing")
+            continue
+        reach = [[gap - np.nanmin(gaps)], [np.nanmax(gaps) - gap]]
+        mark = _MARKS[place % len(_MARKS)]
+        right.errorbar(sent, gap, reach, color=color, marker=mark, markersize=8, capsize=3, linestyle="")
+        right.annotate(row.variant.name, (sent, gap), (9, 4), textcoords="offset points", color=color, fontsize=9)
+
+    last = np.concatenate([row.curves[:, len(row.tokens) // 4 :].ravel() for row in rows])  # the first ones dwarf it
+    if np.isfinite(last).any():
+        left.set_ylim(0.97 * last[np.isfinite(last)].min(), 1.03 * last[np.isfinite(last)].max())
+    left.set_title("Validation perplexity, mean of the replicas")
+    left.set_xlabel("tokens, all replicas together")
+    left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    right.set_title("Perplexity above ddp")
+    right.set_xlabel("bytes that a replica sends in the whole run")
+    right.set_ylabel("above ddp, %")
+    right.set_xscale("log")
+    right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    for axes in (left, right):
+        axes.grid(True, color="#e6e8ec", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9)
+    write_picture(path, figure)

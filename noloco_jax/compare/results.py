@@ -10,6 +10,7 @@ import numpy as np
 
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.variants import Variant
+from noloco_jax.formatting import or_infinity
 from noloco_jax.metrics.writer import METRICS_FILE, read_metrics
 
 # Spreads below this part of the peak learning rate are rounding: ddp's, and diloco's right after an outer step.
@@ -50,13 +51,15 @@ def evaluations(run: Run, workdir: Path) -> list[dict[str, Any]]:
 def last_perplexities(runs: Iterable[Run], workdir: Path) -> dict[Run, float]:
     """Return the last perplexity of every finished run; infinite where it is not finite."""
     found = {run: evaluations(run, workdir) for run in runs}
-    return {run: _perplexity(lines[-1]) for run, lines in found.items() if lines}
+    return {run: or_infinity(lines[-1]["perplexity"]) for run, lines in found.items() if lines}
 
 
 def make_rows(plan: Plan, workdir: Path) -> list[Row]:
     """Return a row for every variant that has finished runs, in the order of the plan."""
     perplexities = last_perplexities(plan.runs, workdir)
-    chosen = {variant: plan.chosen(variant, perplexities) for variant in plan.variants}
+    chosen = {
+        variant: [run for run in plan.chosen(variant, perplexities) if run in perplexities] for variant in plan.variants
+    }
     figures = {run: _figures(run, workdir) for runs in chosen.values() for run in runs}
     rows = []
     for variant, runs in chosen.items():
@@ -64,38 +67,32 @@ def make_rows(plan: Plan, workdir: Path) -> list[Row]:
             continue
         reference = plan.references.get(variant)
         same_seed = {run.seed: figures[run] for run in chosen[reference]} if reference is not None else {}
-        of_seeds = [figures[run] | _gaps(figures[run], same_seed.get(run.seed)) for run in runs]
+        of_seeds = [figures[run] | _gaps(figures[run], same_seed.get(run.seed, {})) for run in runs]
         lines = [evaluations(run, workdir) for run in runs]
-        rows.append(
-            Row(
-                variant,
-                reference,
-                runs,
-                np.array([line["step"] for line in lines[0]]) * runs[0].config.tokens_per_step,
-                np.array([[_perplexity(line) for line in of_run] for of_run in lines]),
-                {name: np.array([of_seed[name] for of_seed in of_seeds]) for name in of_seeds[0]},
-            )
-        )
+        tokens = np.array([line["step"] for line in lines[0]]) * runs[0].config.tokens_per_step
+        curves = np.array([[or_infinity(line["perplexity"]) for line in of_run] for of_run in lines])
+        of_row = {name: np.array([of_seed[name] for of_seed in of_seeds]) for name in of_seeds[0]}
+        rows.append(Row(variant, reference, runs, tokens, curves, of_row))
     return rows
 
 
 def _figures(run: Run, workdir: Path) -> dict[str, float]:
     last = evaluations(run, workdir)[-1]
     trained = [line for line in read_metrics(workdir / run.name) if line["kind"] == "train"]
-    spread = float("nan") if last["replica_spread"] is None else float(last["replica_spread"])
+    spread = math.nan if last["replica_spread"] is None else float(last["replica_spread"])
     return {
-        "perplexity": _perplexity(last),
-        "perplexity_merged": _perplexity(last, "perplexity_merged"),
+        "perplexity": or_infinity(last["perplexity"]),
+        "perplexity_merged": or_infinity(last["perplexity_merged"]),
         "replica_spread": spread if spread > _ROUNDING * run.config.inner.lr else math.nan,
         "bytes_sent": float(trained[-1]["bytes_sent_total"]) if trained else math.nan,
     }
 
 
-def _gaps(own: Mapping[str, float], reference: Mapping[str, float] | None) -> dict[str, float]:
+def _gaps(own: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
     """Return how far a run's perplexities are above its reference's, in percent, and its share of the bytes."""
 
     def ratio(name: str) -> float:
-        other = math.nan if reference is None else reference[name]
+        other = reference.get(name, math.nan)
         return own[name] / other if math.isfinite(other) and other else math.nan
 
     return {
@@ -103,10 +100,6 @@ def _gaps(own: Mapping[str, float], reference: Mapping[str, float] | None) -> di
         "gap_merged_percent": 100 * (ratio("perplexity_merged") - 1),
         "bytes_share": ratio("bytes_sent"),
     }
-
-
-def _perplexity(line: Mapping[str, Any], name: str = "perplexity") -> float:
-    return math.inf if line[name] is None else float(line[name])
 
 
 def mean_and_std(values: np.ndarray) -> tuple[float, float]:

@@ -2,22 +2,20 @@
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 from noloco_jax.cluster.stop import RESTART
-from noloco_jax.compare import report
-from noloco_jax.compare.chart import draw
-from noloco_jax.compare.plan import Plan, Run, check_folder
+from noloco_jax.compare.plan import Plan, Run
+from noloco_jax.compare.report import draw, markdown, remarks, table
 from noloco_jax.compare.results import last_perplexities, make_rows
 from noloco_jax.config import to_dict
 from noloco_jax.cores import keep_on, usable_cores
@@ -34,8 +32,7 @@ _POLL_SECONDS = 0.2
 _SAVE_SECONDS = 600.0
 
 
-@dataclass
-class Job:
+class Job(NamedTuple):
     """A run that trains."""
 
     run: Run
@@ -48,34 +45,28 @@ class Comparison:
     """The runs of a comparison, trained in processes of their own.
 
     Args:
-      config_file: of noloco, with its argument if it takes one.
-      workdir: holds a folder a run, and the results.
-      plan: which runs, and in which order.
-      jobs: how many train at a time.
-      command: that makes the comparison, for the page of results.
+      workdir: a folder for the runs' workdirs and the results.
+      plan: the runs, in their order.
+      jobs: number of runs that train at a time.
+      command: the command that makes the comparison, for the page of results.
       console: where to print.
     """
 
-    def __init__(self, *, config_file: str, workdir: Path, plan: Plan, jobs: int, command: str, console: Console):
-        self._config_file, self._workdir, self._plan = config_file, workdir, plan
+    def __init__(self, *, workdir: Path, plan: Plan, jobs: int, command: str, console: Console):
+        self._workdir, self._plan, self._command, self._console = workdir, plan, command, console
         self._slots: list[Job | None] = [None] * jobs
-        self._gpus = visible_gpus(os.environ) if jobs > 1 else []
-        self._command, self._console = command, console
         self._begun: set[Run] = set()
         self._failed: set[Run] = set()
         self._stopped: int | None = None  # the signal that ends the comparison
 
     def list_runs(self) -> None:
-        """Print the command of each run, and whether it is finished."""
+        """Print the name of each run, and whether it is finished."""
         finished = last_perplexities(self._plan.runs, self._workdir)
         due = self._plan.due(finished)
         for run in due:
-            self._console.print(f"{run.name} ({'finished' if run in finished else 'to do'})", style="bold")
-            flags = [f"--config={self._config_file}", f"--workdir={self._workdir / run.name}", *run.overrides]
-            self._console.print("    " + shlex.join(["python", "-m", "noloco_jax.train", *flags]))
-        if self._plan.tune is not None and len(due) < self._plan.total:
-            more = self._plan.total - len(due)
-            self._console.print(f"and {more} of the other seeds, at the best {self._plan.tune.title}")
+            self._console.print(f"{run.name} ({'finished' if run in finished else 'to do'})")
+        if more := self._plan.total - len(due):
+            self._console.print(f"and {more} of the other seeds, at the best value of --tune")
 
     def run(self) -> int:
         """Train all that is not finished; return the exit status.
@@ -95,8 +86,8 @@ class Comparison:
             self._console.print("stopped: the same command resumes")
             return INTERRUPTED if self._stopped == signal.SIGINT else RESTART
         rows = make_rows(self._plan, self._workdir)
-        self._console.print("\n".join(["", *report.table(self._plan, rows), "", *report.remarks(self._plan, rows)]))
-        self._console.print(f"written: {self._workdir / 'comparison.md'}, comparison.csv, comparison.png")
+        self._console.print("\n".join(["", *table(self._plan, rows), "", *remarks(self._plan, rows)]))
+        self._console.print(f"written: {self._workdir / 'comparison.md'} and comparison.png")
         return _FAILED if self._failed else 0
 
     def _train_all(self) -> None:
@@ -121,8 +112,8 @@ class Comparison:
             label = f"[{len(self._begun)}/{self._plan.total}] {run.name}"
             if run in finished:
                 self._console.print(f"{label}: perplexity {format_perplexity(finished[run])}, finished before")
-                continue
-            self._start(run, label, self._slots.index(None))
+            else:
+                self._start(run, label, self._slots.index(None))
 
     def _start(self, run: Run, label: str, slot: int) -> None:
         folder, jobs = self._workdir / run.name, len(self._slots)
@@ -135,7 +126,7 @@ class Comparison:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that Ctrl-C comes to it once, through this process
-                env={**os.environ, **share_of_gpus(self._gpus, os.environ, jobs, slot)},
+                env={**os.environ, **share_of_gpus(os.environ, jobs, slot)},
             )
         if cores := share_of_cores(usable_cores(), jobs, slot):
             keep_on(process.pid, cores)  # before it has threads, which inherit them
@@ -143,36 +134,31 @@ class Comparison:
         if self._stopped is not None:  # a signal since the slot was found free
             process.send_signal(self._stopped)
 
-    def _finish(self, job: Job) -> None:
-        """Print the end of a run."""
-        finished = last_perplexities([job.run], self._workdir)
-        if job.run in finished:
-            check_folder(self._workdir, self._plan.runs)
-            self._write()
-            took = format_clock(time.monotonic() - job.started)
-            self._console.print(f"{job.label}: perplexity {format_perplexity(finished[job.run])} after {took}")
-        elif self._stopped is None:
-            self._failed.add(job.run)
-            self._console.print(f"{job.label}: broke off with {self._failure(job)}", style="bold red")
+    def _arguments(self, run: Run) -> list[str]:
+        workdir = self._workdir / run.name
+        return ["-m", "noloco_jax.train", f"--config={workdir / PLANNED_FILE}", f"--workdir={workdir}"]
 
-    def _failure(self, job: Job) -> str:
-        """Return the last words of a run that ended early.
+    def _finish(self, job: Job) -> None:
+        """Print the end of a run.
 
         Raises:
           UserError: if it never began for a mistake, for then the others will not either. Other reasons, as too little
             memory for this variant, are its own.
         """
-        folder, status = self._workdir / job.run.name, job.process.returncode
-        log = folder / LOG_FILE
-        last = (log.read_text(errors="replace").strip().splitlines() or ["no word"])[-1].removeprefix("error: ")
-        is_own = last.startswith("out of memory") or (folder / METRICS_FILE).exists()
-        if status == UserError.exit_status and not is_own:
-            raise UserError(f"{job.run.name} did not start (status {status}): {last} ({log})")
-        return f"status {status}: {last} ({log})"
-
-    def _arguments(self, run: Run) -> list[str]:
-        workdir = self._workdir / run.name
-        return ["-m", "noloco_jax.train", f"--config={workdir / PLANNED_FILE}", f"--workdir={workdir}"]
+        finished = last_perplexities([job.run], self._workdir)
+        if job.run in finished:
+            self._write()
+            took = format_clock(time.monotonic() - job.started)
+            self._console.print(f"{job.label}: perplexity {format_perplexity(finished[job.run])} after {took}")
+        elif self._stopped is None:
+            folder, status = self._workdir / job.run.name, job.process.returncode
+            words = (folder / LOG_FILE).read_text(errors="replace").strip().splitlines() or ["no word"]
+            reason = f"status {status}: {words[-1].removeprefix('error: ')} ({folder / LOG_FILE})"
+            is_own = "out of memory" in reason or (folder / METRICS_FILE).exists()
+            if status == UserError.exit_status and not is_own:
+                raise UserError(f"{job.run.name} did not start, {reason}")
+            self._failed.add(job.run)
+            self._console.print(f"{job.label}: broke off with {reason}", style="bold red")
 
     def _stop(self, number: int, frame: object) -> None:
         self._stopped = number
@@ -192,47 +178,38 @@ class Comparison:
                 job.process.wait()
 
     def _write(self) -> None:
-        """Write the page, the table for programs, and the picture."""
-        plan, rows = self._plan, make_rows(self._plan, self._workdir)
-        finished = last_perplexities(plan.runs, self._workdir)
-        missing = [run for run in plan.due(finished, self._failed) if run not in finished]
+        """Write the page and the picture."""
+        rows = make_rows(self._plan, self._workdir)
+        finished = last_perplexities(self._plan.runs, self._workdir)
+        missing = [run for run in self._plan.due(finished, self._failed) if run not in finished]
         if rows:
             draw(rows, self._workdir / "comparison.png")
-        page = report.markdown(plan, rows, self._command, "comparison.png" if rows else None, missing)
-        write_whole(self._workdir / "comparison.md", page)
-        write_whole(self._workdir / "comparison.csv", report.table_csv(plan, rows))
+        write_whole(self._workdir / "comparison.md", markdown(self._plan, rows, self._command, missing))
 
 
 def share_of_cores(cores: Sequence[int], jobs: int, slot: int) -> frozenset[int]:
     """Return adjacent cores for job `slot` of `jobs`; empty, for all, where one job is alone or there are too many."""
     if jobs == 1 or jobs > len(cores):
         return frozenset()
-    cores = sorted(cores)
-    return frozenset(cores[slot * len(cores) // jobs : (slot + 1) * len(cores) // jobs])
+    return frozenset(sorted(cores)[slot * len(cores) // jobs : (slot + 1) * len(cores) // jobs])
 
 
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that runs may use: those that CUDA_VISIBLE_DEVICES names, or all that the driver lists."""
-    if environment.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return []
+def share_of_gpus(environment: Mapping[str, str], jobs: int, slot: int) -> dict[str, str]:
+    """Return the environment of job `slot` of `jobs`: its GPUs, or one that several share and a part of its memory.
+
+    The GPUs are those that CUDA_VISIBLE_DEVICES names, or all that the driver lists. The part is left out where the
+    environment limits memory already.
+    """
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None and shutil.which("nvidia-smi", path=environment.get("PATH")):
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
         called = subprocess.run(query, env=dict(environment), capture_output=True, text=True)
         named = ",".join(called.stdout.split()) if called.returncode == 0 else ""
-    return [gpu for gpu in (named or "").split(",") if gpu]
-
-
-def share_of_gpus(gpus: Sequence[str], environment: Mapping[str, str], jobs: int, slot: int) -> dict[str, str]:
-    """Return the environment of job `slot` of `jobs`: its GPUs, or one that several share and a part of its memory.
-
-    The part is left out where the environment limits memory already.
-    """
-    if jobs == 1 or not gpus:
+    gpus = [gpu for gpu in (named or "").split(",") if gpu]
+    if jobs == 1 or not gpus or environment.get("JAX_PLATFORMS", "").startswith("cpu"):
         return {}
     if jobs <= len(gpus):
-        own = gpus[slot * len(gpus) // jobs : (slot + 1) * len(gpus) // jobs]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
-    own, is_settled = gpus[slot % len(gpus)], any(name.endswith("CLIENT_MEM_FRACTION") for name in environment)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot * len(gpus) // jobs : (slot + 1) * len(gpus) // jobs])}
+    is_settled = any(name.endswith("CLIENT_MEM_FRACTION") for name in environment)
     part = {} if is_settled else {"XLA_CLIENT_MEM_FRACTION": f"{0.9 / -(-jobs // len(gpus)):.2f}"}
-    return {"CUDA_VISIBLE_DEVICES": own, **part}
+    return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)], **part}

@@ -36,8 +36,8 @@ class Variant:
     """A way of training that is compared with others.
 
     Attributes:
-      title: as given.
-      method: how it trains.
+      title: its name, as given.
+      method: its method.
       settings: (field, value) of its own settings, over all else.
       varied: (choices, value) of the fields that the comparison varies, where they make another run.
     """
@@ -49,17 +49,23 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The title, and the varied fields with their values, as folders and pictures call it."""
+        """The title, and the varied fields with their values: its name in folders and pictures."""
         return "-".join([self.title, *(f"{choices.title}={value[0]}" for choices, value in self.varied)])
 
-    def value_of(self, choices: Choices) -> str | None:
-        """Return its value of the first field of `choices`, or None if it makes no other run."""
-        return next((value[0] for own, value in self.varied if own == choices), None)
-
     def heeds(self, choices: Choices) -> bool:
-        """Return True if another value, given to all variants, makes another run of this one."""
-        own, method = dict(self.settings), METHODS[self.method]
-        return any(field not in own and not method.is_unused(field) for field in choices.fields)
+        """Return True if another value, given to all variants, makes another run of this one.
+
+        Raises:
+          UserError: if it sets some of the fields itself: its rows would name values that it was not trained with.
+        """
+        own = [field for field in choices.fields if field in dict(self.settings)]
+        unused = [field for field in choices.fields if field in own or METHODS[self.method].is_unused(field)]
+        if own and len(unused) < len(choices.fields):
+            raise UserError(
+                f"{' and '.join(choices.fields)} change together, and {self.title} sets {own[0]} itself: "
+                "let it set all of them, or none"
+            )
+        return len(unused) < len(choices.fields)
 
 
 def parse_choices(text: str, flag: str) -> Choices:
@@ -88,9 +94,8 @@ def make_variants(methods: str | None, variants: Sequence[str], vary: Sequence[C
     """
     if methods is None and not variants:
         methods = _METHODS
-    named = (
-        [] if methods is None else [_parse_method(name.strip(), f"--methods={methods}") for name in methods.split(",")]
-    )
+    names = [] if methods is None else [name.strip() for name in methods.split(",")]
+    named = [Variant(name, _known_method(name, f"--methods={methods}")) for name in names]
     named += map(_parse_variant, variants)
     titles = [variant.title for variant in named]
     for title in titles:
@@ -102,14 +107,6 @@ def make_variants(methods: str | None, variants: Sequence[str], vary: Sequence[C
         for values in itertools.product(*(choices.values for choices in heeded)):
             expanded.append(replace(variant, varied=tuple(zip(heeded, values, strict=True))))
     return expanded
-
-
-def _parse_method(name: str, flag: str) -> Variant:
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(METHODS)}"
-        raise UserError(f"{flag}: there is no method {name!r}: {hint}")
-    return Variant(name, name)
 
 
 def _parse_variant(text: str) -> Variant:
@@ -128,10 +125,18 @@ def _parse_variant(text: str) -> Variant:
         if field in settings:
             raise UserError(f"{flag} has {field} twice: give it once")
         settings[field] = value
-    method = _parse_method(settings.pop("method", title if title in METHODS else "noloco"), flag).method
+    method = _known_method(settings.pop("method", title if title in METHODS else "noloco"), flag)
     for field in settings:
         _check_field(field, flag)
     return Variant(title, method, tuple(settings.items()))
+
+
+def _known_method(name: str, flag: str) -> str:
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(METHODS)}"
+        raise UserError(f"{flag}: there is no method {name!r}: {hint}")
+    return name
 
 
 def _check_field(path: str, flag: str) -> None:

@@ -9,10 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_jax.checkpoint.record import write_start
 from noloco_jax.compare import command as compare
-from noloco_jax.compare.plan import check_folder
-from noloco_jax.compare.runner import share_of_cores, share_of_gpus, visible_gpus
+from noloco_jax.compare.runner import share_of_cores, share_of_gpus
 from noloco_jax.errors import UserError
 from support.comparisons import METHODS, arguments, only, plan_of, train
 from support.paths import ROOT
@@ -147,30 +145,37 @@ def test_the_ends_of_a_list_are_its_least_and_greatest_number(config_file):
     assert not plan_of(config_file, methods=["ddp"], tune="inner.optimizer=adam,muon").is_at_end("muon")
 
 
-def test_jobs_share_cores_and_gpus_and_one_alone_has_all():
+def test_jobs_share_cores_and_one_alone_has_all():
     assert [share_of_cores([0, 1, 2, 3, 4], 2, slot) for slot in (0, 1)] == [{0, 1}, {2, 3, 4}]
     assert share_of_cores([0, 1], 1, 0) == share_of_cores([0, 1], 3, 2) == frozenset()
-    shares = [share_of_gpus(["3", "5", "6"], {}, 2, slot) for slot in (0, 1)]
-    assert shares == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5,6"}]
-    assert share_of_gpus(["3", "5"], {}, 1, 0) == share_of_gpus([], {}, 2, 0) == {}
 
 
-def test_jobs_that_share_a_gpu_share_its_memory():
-    shares = [share_of_gpus(["3", "5"], {}, 3, slot) for slot in range(3)]
-    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["3", "5", "3"]
-    assert {share["XLA_CLIENT_MEM_FRACTION"] for share in shares} == {"0.45"}
-    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}  # JAX refuses both variables together
-    assert share_of_gpus(["3"], own, 2, 1) == {"CUDA_VISIBLE_DEVICES": "3"}
+NAMED = {"CUDA_VISIBLE_DEVICES": "3,GPU-7e-1,6"}
 
 
-def test_visible_gpus_are_those_of_the_environment_or_all_of_the_driver(tmp_path):
+@pytest.mark.parametrize(
+    ("environment", "jobs", "gpus", "memory"),
+    [
+        (NAMED, 1, None, None),
+        (NAMED, 2, ["3", "GPU-7e-1,6"], None),
+        (NAMED, 5, ["3", "GPU-7e-1", "6", "3", "GPU-7e-1"], "0.45"),
+        (NAMED | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}, 4, ["3", "GPU-7e-1", "6", "3"], None),
+        ({}, 2, ["0", "1"], None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 2, None, None),
+        ({"JAX_PLATFORMS": "cpu"}, 2, None, None),
+    ],
+    ids=["one job", "shares", "shared", "limited by the user", "the driver's", "none", "on the CPU"],
+)
+def test_jobs_share_the_visible_gpus_and_their_memory(tmp_path, environment, jobs, gpus, memory):
+    """JAX refuses a limit of memory beside the user's own."""
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
     driver.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
-    assert visible_gpus(path) == ["0", "1"]
-    assert visible_gpus(path | {"CUDA_VISIBLE_DEVICES": "4,GPU-7e-1"}) == ["4", "GPU-7e-1"]
-    assert visible_gpus(path | {"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus(path | {"JAX_PLATFORMS": "cpu"}) == []
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin"} | environment
+    shares = [share_of_gpus(environment, jobs, slot) for slot in range(jobs)]
+    expected = [{}] * jobs if gpus is None else [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
+    limit = {"XLA_CLIENT_MEM_FRACTION": memory} if memory else {}
+    assert shares == [share | limit for share in expected]
 
 
 @pytest.mark.parametrize(
@@ -229,17 +234,6 @@ def test_the_folder_of_another_comparison_is_refused(config_file, tmp_path):
         compare.main(arguments(config_file, out / "ddp-seed7", "--dry_run"))
     more = ["--methods=noloco,ddp,local", "--seeds=3", "--config.checkpoint_every=3", "--config.log_every=1"]
     assert compare.main(arguments(config_file, out, "--dry_run", *more)) == 0
-
-
-def test_runs_whose_data_changed_under_one_path_are_refused_and_their_seeds_may_differ(config_file, tmp_path):
-    runs = plan_of(config_file, methods=("ddp",), seeds=2).runs
-    for run in runs:
-        train(run, tmp_path, 5.0)
-        write_start(run.config, tmp_path / run.name, 0, [], {"bytes": 9, "seed": run.seed})
-    check_folder(tmp_path, runs)
-    write_start(runs[1].config, tmp_path / runs[1].name, 0, [], {"bytes": 7, "seed": 8})
-    with pytest.raises(UserError, match=r"ddp-seed8 and ddp-seed7 in .* read other data"):
-        check_folder(tmp_path, runs)
 
 
 def test_runs_that_nothing_tells_apart_are_refused(config_file):

@@ -91,7 +91,7 @@ def imported() -> dict[str, set[str]]:
     programs = {
         "a run of all replicas": "import noloco_jax.train.training",
         "routes": "from noloco_jax.exchange.routes import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
-        "pictures": "import noloco_jax.metrics.curves, noloco_jax.compare.chart, noloco_jax.simulate.command",
+        "pictures": "import noloco_jax.metrics.curves, noloco_jax.compare.report, noloco_jax.simulate.command",
     }
     lines = ["import sys, numpy as np", *(f"{program}; print(*sys.modules)" for program in programs.values())]
     command = [sys.executable, "-c", "\n".join(lines)]
