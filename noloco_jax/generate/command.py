@@ -23,6 +23,7 @@ from noloco_jax.model.kind import check_generates, kind_of
 from noloco_jax.train.sample import prompt_ids
 
 _LEAST_TEMPERATURE = 1e-6  # logits over less overflow
+_MAX_NEW_TOKENS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     _check(args)
     with opened_model(args) as model:
-        ids = _checked_prompt(args, model)
+        ids, max_new_tokens = _checked_prompt(args, model)
         _, params = model.load()
     tokenizer = model.tokenizer()
     ids_BS = generate(
         model.config,
         params,
         np.asarray([ids], np.int32),
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         key=draws.key(args.seed),
@@ -51,7 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.generate")
     define_model_flags(parser)
     parser.add_argument("--prompt", default="", help="the text to continue (default: none, from the beginning of text)")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to write (default %(default)s)")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        help=f"tokens to write (default {_MAX_NEW_TOKENS}, or what a sequence of training leaves after the prompt)",
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 takes the likeliest token, above draws (default %(default)s)"
     )
@@ -62,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise `UserError` for values that no model could make sense of."""
-    if args.max_new_tokens < 1:
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens={args.max_new_tokens} is below 1: raise it")
     if not (args.temperature == 0 or _LEAST_TEMPERATURE <= args.temperature < math.inf):
         raise UserError(
@@ -75,8 +80,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--seed={args.seed} is below 0: raise it")
 
 
-def _checked_prompt(args: argparse.Namespace, model: GivenModel) -> list[int]:
-    """Return the prompt as the model saw texts in training, before any weights are read."""
+def _checked_prompt(args: argparse.Namespace, model: GivenModel) -> tuple[list[int], int]:
+    """Return the prompt as the model saw texts in training, and the tokens to write, before any weights are read."""
     check_generates(model.config)
     tokenizer = model.tokenizer()
     if args.top_k is not None and args.top_k > model.config.vocab_size:
@@ -86,8 +91,10 @@ def _checked_prompt(args: argparse.Namespace, model: GivenModel) -> list[int]:
         raise UserError(
             f"--prompt={args.prompt!r} is no token, and {tokenizer.name!r} no BOS to start from: give a prompt"
         )
-    _check_length(model.config, len(ids), args.max_new_tokens, model.trained_length)
-    return ids
+    room = _MAX_NEW_TOKENS if model.trained_length is None else max(1, model.trained_length - len(ids))
+    max_new_tokens = args.max_new_tokens or min(room, _MAX_NEW_TOKENS)
+    _check_length(model.config, len(ids), max_new_tokens, model.trained_length)
+    return ids, max_new_tokens
 
 
 def _check_length(config: ModelConfig, prompt: int, new: int, trained_length: int | None) -> None:

@@ -119,7 +119,8 @@ def test_more_tokens_than_a_training_sequence_warn(run, folder, capsys, source):
     length = CONFIG.data.sequence_length if source == "run" else 64
     flags = [f"--workdir={run[0]}"] if source == "run" else [f"--model={folder}", "--tokenizer=byte"]
     prompt = "x" * (length - 3)  # and a BOS
-    printed(capsys, *flags, f"--prompt={prompt}", "--max_new_tokens=2")
+    for new in ([], ["--max_new_tokens=2"]):  # by default as many as fit
+        assert len(printed(capsys, *flags, f"--prompt={prompt}", *new)) >= len(prompt)
     with pytest.warns(UserWarning, match=f"{length - 2} tokens and --max_new_tokens=3 are more than the {length} tok"):
         printed(capsys, *flags, f"--prompt={prompt}", "--max_new_tokens=3")
 
