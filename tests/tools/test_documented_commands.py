@@ -85,14 +85,8 @@ def documented() -> list[Command]:
                 continue
             arguments = shlex.split(rest, comments=True)
             tool = f"{module} {arguments.pop(0)}" if module == "island" else module
-            after = re.split(r"^(?: {4}|#)", text[match.end() :], maxsplit=1, flags=re.MULTILINE)[
-                0
-            ]  # up to the next block
-            printed = [
-                line
-                for block in re.findall(r"^```\n(.*?)^```", after, re.DOTALL | re.MULTILINE)
-                for line in block.splitlines()
-            ]
+            [below, *_] = re.split(r"^ {4}|^#", text[match.end() :], maxsplit=1, flags=re.MULTILINE)
+            printed = "".join(re.findall(r"^```\n(.*?)^```", below, re.DOTALL | re.MULTILINE)).splitlines()
             found.append(Command(page.relative_to(ROOT).parts[-2:][0], tool, arguments, printed))
     return found
 

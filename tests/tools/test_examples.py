@@ -1,6 +1,5 @@
 """The package's example and the recipes of the pages."""
 
-import functools
 import math
 import re
 import runpy
@@ -16,16 +15,6 @@ from support.at_once import side_by_side
 from support.readmes import python_examples
 from support.rosters import on_loopback, written
 
-STEPS, LEAST = 160, 0.9
-
-
-@functools.cache
-def trained(inner):
-    return mlp.train(inner, steps=STEPS)
-
-
-inners = pytest.mark.parametrize("inner", ["adam", "muon"])
-
 
 def test_a_linear_classifier_cannot_separate_the_spirals():
     x, arm = mlp.spirals(np.random.default_rng(0), 4000)
@@ -34,35 +23,11 @@ def test_a_linear_classifier_cannot_separate_the_spirals():
     assert 0.4 < np.mean((x @ weights > 0) == arm) < 0.7
 
 
-@inners
+@pytest.mark.parametrize("inner", ["adam", "muon"])
 def test_every_replica_and_the_merged_model_beat_the_linear_classifier(inner):
-    replicas, merged, _ = trained(inner)
+    replicas, merged, _ = mlp.train(inner, steps=160)
     assert replicas.shape == (4,)
-    assert replicas.min() > LEAST and merged > LEAST
-
-
-@inners
-def test_replicas_differ_before_an_outer_step_and_agree_closer_after(inner):
-    *_, spreads = trained(inner)
-    every = mlp.SYNC_EVERY
-    before, after = np.array(spreads[every - 2 :: every]), np.array(spreads[every - 1 :: every])
-    assert len(before) == len(after) == STEPS // every
-    assert (before > 1e-6).all()
-    assert (after < before).all()
-    assert np.mean(after / before) < 0.85
-
-
-def test_muon_orthogonalizes_steps_of_matrices():
-    """The gradient's singular values differ fourfold; those of the step are alike."""
-    params = {"kernel": np.ones((3, 4), np.float32), "bias": np.ones(4, np.float32)}
-    grads = {
-        "kernel": np.eye(3, 4, dtype=np.float32) * np.array([4, 2, 1, 1], np.float32),
-        "bias": np.ones(4, np.float32),
-    }
-    muon = mlp.INNER["muon"]()
-    updates = muon.update(grads, muon.init(params), params)[0]
-    values = np.linalg.svd(np.asarray(updates["kernel"]), compute_uv=False)
-    assert values.min() > 0.5 * values.max()
+    assert replicas.min() > 0.9 and merged > 0.9
 
 
 def test_the_example_runs_as_a_command_and_prints_its_results(monkeypatch, capsys):
