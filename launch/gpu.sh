@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# What to run first on a GPU, a quarter of an hour on an H200: is it right, and how fast is it?
+# The first thing to run on a GPU: correctness and throughput, in 15 minutes on an H200.
 #
 #     pip install -e '.[cuda12,test]'
 #     bash launch/gpu.sh OUT              # everything, in this order
 #     bash launch/gpu.sh OUT tests eight  # some parts
 #
-# tests        numbers against golden figures, numpy and the CPU; resume to the bit
-# quickstart   the small Llama of README, to its end
-# eight        125M, 8 virtual replicas, outer state on the device and in host memory
+# tests        numbers against golden files, numpy and the CPU; bitwise resume
+# quickstart   the small Llama of README
+# eight        125M, 8 virtual replicas, with and without outer.offload
 # one, four    the same global batch as 1 and as 4 replicas
-# best         125M, 8 virtual replicas, with configs/README.md's best settings (Muon, messages of 4 bits)
+# best         125M, 8 virtual replicas, the setting :best of configs/README.md
 # mask, moe    125M, one replica and an eighth of the batch, with a document mask, and with 8 experts
 # large        1.3B, one replica
-# small        the quickstart's four replicas, which the device computes at once
-# dtypes       the quickstart's model in float32 and bfloat16, its perplexity
+# small        the quickstart's four replicas
+# dtypes       the quickstart in float32 and bfloat16, its perplexity
 #
-# OUT/PART.log has what a part printed, OUT/PART.json a benchmark's figures, OUT/PART a run's folder or a trace. A part
-# that fails stops no other, and makes the exit status 1. PYTHON is the interpreter, BENCH further flags of benchmarks:
+# OUT/PART.log has the output, OUT/PART.json the figures of a benchmark, OUT/PART the folder of a run or a trace. If a part
+# fails, the others run, and the exit status is 1. PYTHON is the interpreter, BENCH has further flags of benchmarks:
 # BENCH="--config.data.batch_size=8" for a smaller GPU.
 set -uo pipefail
 
@@ -34,7 +34,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck disable=SC2086
 if [ $# -eq 0 ]; then set -- $all; fi
 for name in "$@"; do
-    case " $all " in *" $name "*) ;; *) fail "$name is no part: choose from $all" ;; esac
+    case " $all " in *" $name "*) ;; *) fail "unknown part $name: choose from $all" ;; esac
 done
 if ! "$python" -c "import jax, pytest, noloco_jax.config" 2>/dev/null; then
     fail "$python cannot run noloco_jax and its tests: pip install -e '.[cuda12,test]', or set PYTHON"

@@ -1,19 +1,19 @@
 # Sourced by quickstart.sh and test.sh: `install EXTRA...` makes a virtual environment, installs this folder into it with
-# the extras, and leaves its interpreter in $python. PYTHON chooses the interpreter to start from, VENV the folder.
+# the extras, and sets $python to its interpreter. PYTHON chooses the base interpreter, VENV the folder.
 
 fail() {
     echo "error: $*" >&2
     exit 2
 }
 
-# Whether the interpreter is one that jax and this package run on.
+# Succeeds if jax and this package support the interpreter.
 supported() {
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
 }
 
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
-        command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not there: give an interpreter of Python 3.11 to 3.13"
+        command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON does not exist: give an interpreter of Python 3.11 to 3.13"
         supported "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1 | head -n 1): Python 3.11 to 3.13 is needed"
         echo "$PYTHON"
         return
@@ -25,7 +25,7 @@ find_python() {
             return
         fi
     done
-    command -v python3 >/dev/null || fail "python3 is not there: install Python 3.11 to 3.13 (apt install python3 python3-venv)"
+    command -v python3 >/dev/null || fail "python3 does not exist: install Python 3.11 to 3.13 (apt install python3 python3-venv)"
     fail "$(python3 --version) is not supported: install Python 3.11 to 3.13, or give one as PYTHON=/path/to/python3.12"
 }
 
@@ -39,7 +39,7 @@ make_venv() {
         return
     fi
     if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
-        fail "$venv is there and is no virtual environment: move it away, or give another folder as VENV=DIR"
+        fail "$venv is not a virtual environment: give another folder as VENV=DIR"
     fi
     if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
         local package
@@ -47,7 +47,7 @@ make_venv() {
         fail "$base cannot make virtual environments: install $package (as root: apt install $package) and start again"
     fi
     echo "Making $venv with $("$base" --version)"
-    "$base" -m venv --clear "$venv" || fail "making $venv failed (see above): free the place, or give another folder as VENV=DIR"
+    "$base" -m venv --clear "$venv" || fail "making $venv failed (see above): free disk space, or give another folder as VENV=DIR"
 }
 
 # Installs once for each set of extras, and again when pyproject.toml has changed.
@@ -65,8 +65,8 @@ install() {
         return
     fi
     echo "Installing noloco_jax${extras:+ with $extras} into $venv (some minutes the first time)"
-    # Bytecode comes with a first import: of the 12,000 files that pip would compile, a run and its tests import a tenth at
-    # most. Where Python is told to write none, as in many containers, every process would compile its imports anew: 6 s.
+    # Python compiles what it imports, a tenth of the 12,000 files. If it may not write bytecode, as in many containers, pip
+    # compiles all, as every process would otherwise compile its imports anew (6 s).
     local compile=--no-compile
     [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
     "$python" -m pip install --quiet --disable-pip-version-check $compile --editable ".${extras:+[$extras]}" ||

@@ -3,15 +3,14 @@
 #
 #     bash launch/local.sh 4 python -m noloco_jax.train --config=configs/quickstart.py --workdir=runs/four
 #
-# Every line of output begins with the number of its process. One that fails ends all, with its exit status. Exit status
-# 75 of all (stopped by SIGTERM, everything saved) starts them again. RESTARTS=N starts them again up to N times where
-# one is killed or fails with 1, which may work at a retry: an island's processes want it. Ctrl-C, or a SIGTERM to this
-# script, lets them save and stop; a second Ctrl-C ends all at once. Where there are GPUs, each of several processes
-# takes one of its own; with fewer GPUs than processes, set JAX_PLATFORMS=cpu. PORT=12345 sets the port on which process 0
-# listens.
+# Every line of output begins with the number of its process. If one fails, all end with its exit status. Exit status 75 of
+# all (stopped by SIGTERM and saved) starts them again. RESTARTS=N also starts them again, up to N times, if one is killed
+# or fails with status 1: use it for the processes of an island. Ctrl-C, or SIGTERM to this script, lets them save and
+# stop; a second Ctrl-C kills them. If there are GPUs, each of several processes takes one; with fewer GPUs than
+# processes, set JAX_PLATFORMS=cpu. PORT=12345 sets the port of process 0.
 #
-# N processes on each of M machines are one run if every machine starts this script with NODES=M, its own number NODE=I
-# from 0 (in a Kubernetes Indexed Job: the pod's index), and JAX_COORDINATOR_ADDRESS=HOST:PORT, a free port of machine 0.
+# For N processes on each of M machines, start this script on every machine with NODES=M, NODE=I (its number from 0; in a
+# Kubernetes Indexed Job the pod's index) and JAX_COORDINATOR_ADDRESS=HOST:PORT, a free port of machine 0.
 set -uo pipefail
 
 if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]] || [ $# -lt 2 ]; then
@@ -33,7 +32,7 @@ else
 fi
 export JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES=$((n * nodes))
 if command -v nvidia-smi >/dev/null; then
-    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') # its parts and complaints have lines too
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') # MIG devices and warnings have lines too
 else
     gpus=$(compgen -G "/dev/nvidia[0-9]*" | grep -c .) # a container may have the devices without the tool
 fi
@@ -48,7 +47,7 @@ fi
 
 stopping="" pids=() restarts=${RESTARTS:-0}
 if ! [[ "$restarts" =~ ^[0-9]+$ ]]; then
-    echo "error: RESTARTS=$restarts is no number: give how often to start again after a failure" >&2
+    echo "error: RESTARTS=$restarts is no number: give the number of restarts after a failure" >&2
     exit 2
 fi
 
@@ -79,7 +78,7 @@ on_terminate() {
 trap on_interrupt INT
 trap on_terminate TERM
 
-# Waits for all; leaves the first exit status that is no success in $status.
+# Waits for all; leaves the first exit status other than 0 in $status.
 wait_for_all() {
     local i code
     status=0

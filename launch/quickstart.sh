@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs noloco_jax into .venv and trains a small model with NoLoCo, on a GPU where there is one and on the CPU
-# otherwise. Further arguments go to the trainer: bash launch/quickstart.sh --config.num_steps=1000
+# Installs noloco_jax into .venv and trains a small model with NoLoCo, on a GPU if there is one. Further arguments go to
+# the trainer: bash launch/quickstart.sh --config.num_steps=1000
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/install.sh

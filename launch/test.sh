@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Installs what the tests need, and runs the default tests; style and types beside them, as they take a minute of one core.
-# Three workers for two cores, up to eight: a sixth of the time of a test is spent waiting.
+# Installs what the tests need and runs the default tests, with style and types at the same time.
 #   bash launch/test.sh                      what CI runs
-#   bash launch/test.sh style                style and types alone
-#   bash launch/test.sh -m unit              further arguments go to pytest: the fast tests alone
-#   bash launch/test.sh -n 0 tests/outer     one folder, one test after the other in one process
+#   bash launch/test.sh style                only style and types
+#   bash launch/test.sh -m unit              the fast tests; further arguments go to pytest
+#   bash launch/test.sh -n 0 tests/outer     one folder, sequentially in one process
 # Another interpreter and environment: PYTHON=python3.12 VENV=.venv312 bash launch/test.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

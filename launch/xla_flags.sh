@@ -1,10 +1,9 @@
-# Sourced by the launchers (or by hand): XLA flags for training on NVIDIA GPUs over several processes. XLA ends a process
-# whose flags it does not know; every one here is known to jaxlib 0.10.2 and 0.12, and none changes what is computed.
-# A flag that XLA_FLAGS sets already stays as it is.
+# Sourced by the launchers: XLA flags for training on several NVIDIA GPUs. jaxlib 0.10.2 and 0.12 accept all of them (XLA
+# aborts on unknown flags), and none changes results. Flags that XLA_FLAGS already sets stay as they are.
 noloco_xla_flags=(
-    # Collectives run beside computation: the scheduler hides their latency, as profiled or estimated.
+    # Overlap collectives with computation.
     --xla_gpu_enable_latency_hiding_scheduler=true
-    # Small all-gathers and reduce-scatters of one layer (fsdp) go out as one message.
+    # Combine the small all-gathers and reduce-scatters of a layer (fsdp).
     --xla_gpu_all_gather_combine_threshold_bytes=134217728
     --xla_gpu_reduce_scatter_combine_threshold_bytes=134217728
     --xla_gpu_all_reduce_combine_threshold_bytes=134217728

@@ -393,7 +393,7 @@ def test_gpu_parts_run_in_order_and_continue_after_a_failed_one(tmp_path):
 def test_an_unknown_gpu_part_is_refused_before_any_runs(tmp_path):
     ended = gpu(tmp_path, "quickstart", "ate")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "error: ate is no part: choose from tests quickstart eight" in ended.stderr
+    assert "error: unknown part ate: choose from tests quickstart eight" in ended.stderr
 
 
 def test_an_interpreter_without_the_package_is_refused_before_any_part_runs(tmp_path):
