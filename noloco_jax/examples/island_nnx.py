@@ -3,8 +3,8 @@
     python -m noloco_jax.examples.island_nnx --roster=roster.toml --name=paris --workdir=runs/paris
     python -m noloco_jax.examples.island_nnx --roster=roster.toml --name=berlin --workdir=runs/berlin
 
-The first waits for the second, two minutes at most. Each island sees points of its own; Adam's state begins anew
-where an island catches up from its peers.
+The first island waits for the second for at most two minutes. Each island has its own data. When an island catches up
+from a peer, Adam's state restarts.
 """
 
 import argparse

@@ -3,9 +3,8 @@
     python -m noloco_jax.examples.island_numpy --roster=roster.toml --name=paris --workdir=runs/paris
     python -m noloco_jax.examples.island_numpy --roster=roster.toml --name=berlin --workdir=runs/berlin
 
-The first waits for the second, two minutes at most. Each island sees points of its own; `momentum` begins anew where
-an island catches up from its peers. Whatever becomes a NumPy array can be averaged so, such as a PyTorch model on the
-CPU: `{name: p.detach().numpy() for name, p in model.named_parameters()}`.
+The first island waits for the second for at most two minutes. Each island has its own data. When an island catches up
+from a peer, `momentum` restarts.
 """
 
 import argparse

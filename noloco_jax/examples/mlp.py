@@ -1,10 +1,10 @@
 """NoLoCo in a plain Optax loop: four replicas of a Flax NNX classifier tell two spirals apart.
 
     python -m noloco_jax.examples.mlp                  # Adam inside each replica
-    python -m noloco_jax.examples.mlp --inner=muon     # optax.contrib.muon: any inner optimizer will do
+    python -m noloco_jax.examples.mlp --inner=muon     # optax.contrib.muon: any inner optimizer works
 
-Replicas live side by side on one device, on the axis of a `vmap`; on many devices the same update runs in
-`jax.shard_map`. Each replica sees points of its own; a straight line gets two in three of them right.
+All replicas are on one device, as the axis of a `vmap`; on several devices the same update runs in `jax.shard_map`.
+Each replica has its own data. A linear classifier gets two thirds of it right.
 """
 
 import argparse
