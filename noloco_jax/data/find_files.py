@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -146,8 +145,8 @@ class HoldOut:
         self._part, self.count = part, count
         self._every = max(1, min(HELD_OUT_EVERY, count))
 
-    def count_before(self, item: Any) -> Any:
-        """Count the items in front of `item` (an integer or an array of them) that belong to the part."""
+    def count_before(self, item: int) -> int:
+        """Count the items in front of `item` that belong to the part."""
         held_out = (item - self._every // 2 + self._every - 1) // self._every
         return {"all": item, "held_out": held_out, "rest": item - held_out}[self._part]
 

@@ -27,21 +27,19 @@ class RowBlock(NamedTuple):
     num_rows: int
 
 
-def _blocks(footers: Sequence[FileFooter], min_rows: int) -> np.ndarray:
-    """Divide the files into blocks of at least `min_rows` rows, fewer at a file's end: int64 (blocks, `RowBlock`)."""
-    blocks = []
-    file_start = 0
+def _blocks(footers: Sequence[FileFooter], min_rows: int) -> list[RowBlock]:
+    """Divide the files into blocks of at least `min_rows` rows, fewer at a file's end."""
+    blocks, file_start = [], 0
     for file, footer in enumerate(footers):
         first_group, first_row, row = 0, 0, 0
         for group, size in enumerate(footer.group_rows):
             row += size
             if row - first_row >= min_rows or group == len(footer.group_rows) - 1:
-                blocks.append(
-                    RowBlock(file, first_group, group + 1, file_start + first_row, first_row, row - first_row)
-                )
+                block = RowBlock(file, first_group, group + 1, file_start + first_row, first_row, row - first_row)
+                blocks.append(block)
                 first_group, first_row = group + 1, row
         file_start += row
-    return np.array(blocks, np.int64).reshape(-1, len(RowBlock._fields))
+    return blocks
 
 
 class ParquetSource(Source):
@@ -87,8 +85,7 @@ class ParquetSource(Source):
             )
         self.num_columns = 1 if texts else 2
         self._blocks = _blocks(self._footers, options.shuffle_buffer)
-        first_rows, num_rows = (self._blocks[:, RowBlock._fields.index(name)] for name in ("first_row", "num_rows"))
-        rows = int(num_rows.sum())
+        rows = sum(block.num_rows for block in self._blocks)
         if rows < (1 if part == "all" else 2):
             raise UserError(
                 f"{self.name} holds {rows} rows: give {options.beside('validation_path')} or more rows"
@@ -97,7 +94,7 @@ class ParquetSource(Source):
             )
         self._hold_out = HoldOut(rows, part)
         # Rows of each block that belong to the part.
-        self._part_rows = self._count_part(first_rows, num_rows)
+        self._part_rows = np.array([self._count_part(block.first_row, block.num_rows) for block in self._blocks])
         self._total = int(self._part_rows.sum())
 
     @functools.cached_property
@@ -113,7 +110,7 @@ class ParquetSource(Source):
             **versions_fact(self.files),
         }
 
-    def _count_part(self, first_row: Any, num_rows: Any) -> Any:
+    def _count_part(self, first_row: int, num_rows: int) -> int:
         return self._hold_out.count_before(first_row + num_rows) - self._hold_out.count_before(first_row)
 
     def count_documents(self, most: int) -> int:
@@ -142,7 +139,7 @@ class ParquetSource(Source):
 
         Where a damaged file is skipped, the rest of the block's rows are empty, so that all rows keep their numbers.
         """
-        block = RowBlock(*self._blocks[number].tolist())
+        block = self._blocks[number]
         converter, group, row = self._converters[block.file], block.first_group, block.first_row
         left = int(self._part_rows[number]) - skip
         for size in self._footers[block.file].group_rows[block.first_group : block.end_group]:

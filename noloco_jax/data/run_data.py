@@ -87,14 +87,9 @@ class RunData:
 
         The batches are a function of the configuration, seed and tokenizer alone. In every epoch each document goes to
         exactly one replica, in an order drawn from the seed and the epoch. Replicas with unequal shares begin the next
-        epoch at different steps. One of a number beyond `num_replicas` joined later, and reads all documents in an
-        order of its own: see `positions.share`.
-
-        A sequence is of one source. Of a mixture, each source has its share of the sequences in the order of `Mixture`,
-        whatever the lengths of its documents, and comes to the end of its epochs at its own pace.
-
-        A thread for each replica reads and packs. With `config.num_workers` 0 it tokenizes too; otherwise as many
-        processes, which all streams share, tokenize. The batches are the same.
+        epoch at different steps; one that joined later reads all documents: see `positions.share`. A sequence is of one
+        source, and each source has its own epochs. A thread for each replica reads and packs, and tokenizes unless
+        processes do.
 
         Args:
           tokenizer: may be None for data that are tokens already, see `needs_tokenizer`.

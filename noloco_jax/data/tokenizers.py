@@ -27,30 +27,27 @@ _PROBE = (
 class Tokenizer(Protocol):
     """Interface of a tokenizer to the data pipeline and text generation.
 
-    `vocab_size` is one more than the largest id that `encode` can return or that BOS or EOS has: the smallest
-    vocabulary that a model may have.
+    Attributes:
+      vocab_size: the smallest vocabulary that a model may have: one more than the largest id of a text, BOS or EOS.
+      fingerprint: a digest that differs for tokenizers that make other ids of a text, whatever their names.
     """
 
     name: str
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest that differs for tokenizers that make other ids of a text, whatever their names."""
-        ...
+    fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the text without special tokens: int32 (n,)."""
+        """Return the ids of the text without special tokens: int32 (n,)."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores where the tokenizer can."""
+        """Return `encode` of each text, on all cores where the tokenizer can."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens."""
         ...
 
 
@@ -90,16 +87,10 @@ class FastTokenizer:
         self.name, self.vocab_size, self.bos_id, self.eos_id = name, vocab_size, bos_id, eos_id
         self._backend = backend
         self._configure()
-        self.fingerprint = self._make_fingerprint()
-
-    def _make_fingerprint(self) -> str:
-        """Digest the vocabulary, BOS and EOS, and the ids of a text that exercises splitting and normalization.
-
-        The tokenizer's file would not do: libraries of other versions write it in other forms.
-        """
-        vocabulary = sorted(self._backend.get_vocab(with_added_tokens=True).items())
-        facts = [vocabulary, self.bos_id, self.eos_id, self.encode(_PROBE).tolist()]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        # Not of the tokenizer's file, which libraries of other versions write in other forms.
+        vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items())
+        facts = [vocabulary, bos_id, eos_id, self.encode(_PROBE).tolist()]
+        self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _configure(self) -> None:
         self._backend.encode_special_tokens = True
@@ -248,18 +239,13 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool, vocab_size: int | None):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._before = self._special("bos", add_bos, tokenizer.bos_id)
-        self._after = self._special("eos", add_eos, tokenizer.eos_id)
-
-    def _special(self, which: str, wanted: bool, index: int | None) -> list[int]:
-        if not wanted:
-            return []
-        if index is None:
-            raise UserError(
-                f"data.add_{which}=True, but data.tokenizer={self._tokenizer.name!r} has no {which.upper()} token: "
-                f"set data.add_{which}=False"
-            )
-        return [index]
+        for which, wanted, index in (("bos", add_bos, tokenizer.bos_id), ("eos", add_eos, tokenizer.eos_id)):
+            if wanted and index is None:
+                raise UserError(
+                    f"data.add_{which}=True, but data.tokenizer={tokenizer.name!r} has no {which.upper()} token: "
+                    f"set data.add_{which}=False"
+                )
+        self._before, self._after = [tokenizer.bos_id] * add_bos, [tokenizer.eos_id] * add_eos
 
     def _check(self, ids: np.ndarray) -> None:
         if self._vocab_size is None or not len(ids):

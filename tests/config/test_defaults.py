@@ -19,7 +19,7 @@ from noloco_jax.config import (
     unused_settings,
 )
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHOD_FIELDS, METHODS, defaults_of
+from noloco_jax.methods import METHOD_FIELDS, defaults_of
 from support.paths import CONFIGS
 
 # Taken from the papers and from the defaults of the four transforms before METHODS existed.
@@ -94,15 +94,6 @@ def test_flags_override_the_defaults_of_a_method_chosen_by_flag():
         assert (outer.lr, outer.momentum, outer.nesterov, outer.sync_every) == (0.7, 0.3, True, 20)
 
 
-def test_naming_the_files_own_method_changes_nothing():
-    assert loaded("quickstart", "--config.method=noloco") == loaded("quickstart")
-    assert loaded("c4_125m:diloco", "--config.method=diloco") == loaded("c4_125m:diloco")
-
-
-def test_a_flag_of_none_means_the_methods_default():
-    assert loaded("quickstart", "--config.outer.sync_every=None").outer.sync_every == 50
-
-
 def test_references_to_a_method_field_keep_the_files_value_unless_a_flag_sets_it(tmp_path):
     file = tmp_path / "a.py"
     file.write_text(
@@ -168,11 +159,3 @@ def test_default_settings_lists_the_values_left_at_the_methods_defaults():
 def test_defaults_of_a_field_are_listed_for_each_method():
     assert defaults_of("sync_every") == {"noloco": 50, "diloco": 100, "epidemic": 1, "sparseloco": 30}
     assert defaults_of("fragments") == {}
-
-
-def test_sparseloco_is_described_by_the_entries_that_it_sends():
-    """They fill whole bytes."""
-    config = from_dict({"method": "sparseloco", "outer": {"top_k": 3, "sync_every": 1}})
-    assert (
-        METHODS["sparseloco"].describe(config).startswith("sparseloco: all send 4 of 4096 entries to all every step (")
-    )

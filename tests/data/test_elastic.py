@@ -63,16 +63,6 @@ def test_redistributing_replicas_of_different_epochs_completes_every_begun_epoch
     assert Counter(delivered) == dict.fromkeys(range(count), last + 1)
 
 
-def test_later_epochs_are_divided_as_in_a_new_run(tmp_path):
-    config, _ = write_counting("text", tmp_path / "data", 23)
-    one_by_one = replace(config, sequence_length=1, batch_size=1)
-    states, _ = run_chain(config, (4, 2), np.random.default_rng(0), batches=4)
-    for changed, new in zip(restored(one_by_one, states), open_streams(one_by_one, 2), strict=True):
-        read_through(changed, 0)
-        read_through(new, 0)
-        assert read_through(changed, 1) == read_through(new, 1)
-
-
 def test_merged_shards_are_read_alternately_after_their_partly_read_documents(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 16)
     config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
@@ -123,12 +113,6 @@ def test_a_redistributed_stream_resumes_bitwise(tmp_path):
         expected = next(whole)
         again = restored(config, [states[0], saved])[1]
         np.testing.assert_array_equal(next(again)["input_ids"], expected["input_ids"])
-
-
-def test_states_stay_small(tmp_path):
-    config, _ = write_counting("c4", tmp_path / "data", 200)
-    states, _ = run_chain(config, (64, 2), np.random.default_rng(3), batches=2)
-    assert max(len(json.dumps(state)) for state in states) < 4000
 
 
 def test_states_of_several_checkpoints_are_refused(tmp_path):

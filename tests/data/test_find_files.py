@@ -6,12 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax.config import DataConfig
-from noloco_jax.data import ByteTokenizer
 from noloco_jax.data.find_files import HoldOut, find_files, split_files, split_in_name
 from noloco_jax.data.text import find_text_files
 from noloco_jax.errors import UserError
-from support.data_makers import OPTIONS, check_data, open_streams, write_c4
+from support.data_makers import OPTIONS
 
 
 def options(path, split="train", both=True):
@@ -119,16 +117,6 @@ def test_the_name_of_a_link_gives_the_split_of_its_file(tmp_path):
         assert files == [str(tmp_path / split / f"{number}.txt") for number in numbers] and part == "all"
 
 
-def test_c4_shards_linked_twice_are_read_once(tmp_path):
-    (shard,) = write_c4(tmp_path / "data", [["one text"]])
-    write_c4(tmp_path / "data", [["validation"]], "validation")
-    (tmp_path / "data/c4-train.again.json.gz").symlink_to(shard)
-    config = DataConfig(kind="c4", path=str(tmp_path / "data"), sequence_length=4, batch_size=1)
-    check_data(config)
-    (stream,) = open_streams(config, 1, ByteTokenizer())
-    assert stream.source["files"] == 1
-
-
 def files_of(root, names, **options):
     """Create the files `names` below `root`; return (names of the split's files, part)."""
     for name in names:
@@ -157,20 +145,22 @@ def test_file_names_give_the_split_by_hugging_face_conventions():
         assert split_in_name(Path(name).parts) == split, name
 
 
-def test_training_reads_only_the_files_named_train_and_all_of_them(tmp_path):
-    names = ["deep/train-0.x", "other.x", "test-0.x", "train-1.x", "validation-0.x"]
-    assert files_of(tmp_path, names) == (["deep/train-0.x", "train-1.x"], "all")
-    assert files_of(tmp_path, [], split="validation") == (["validation-0.x"], "all")
-
-
-def test_part_of_the_training_files_is_held_out_without_validation_files(tmp_path):
-    names = ["test-0.x", "train-0.x"]
-    assert files_of(tmp_path, names) == (["train-0.x"], "rest")
-    assert files_of(tmp_path, [], split="validation") == (["train-0.x"], "held_out")
-
-
-def test_files_that_name_no_split_are_trained_on_if_none_is_named_train(tmp_path):
-    assert files_of(tmp_path, ["b.x", "a/a.x", "dev/0.x", "test/0.x"]) == (["a/a.x", "b.x"], "all")
+@pytest.mark.parametrize(
+    ("names", "split", "both", "found", "part"),
+    [
+        ("deep/train-0 other test-0 train-1 validation-0", "train", True, "deep/train-0 train-1", "all"),
+        ("deep/train-0 other test-0 train-1 validation-0", "validation", True, "validation-0", "all"),
+        ("test-0 train-0", "train", True, "train-0", "rest"),
+        ("test-0 train-0", "validation", True, "train-0", "held_out"),
+        ("b a/a dev/0 test/0", "train", True, "a/a b", "all"),
+        ("train-0 val-0 test-0", "validation", False, "val-0", "all"),
+        ("train-0 test-0", "validation", False, "test-0", "all"),
+        ("1 0", "validation", False, "0 1", "all"),
+    ],
+)
+def test_file_names_decide_what_a_split_reads(tmp_path, names, split, both, found, part):
+    files = files_of(tmp_path, [f"{name}.x" for name in names.split()], split=split, holds_both_splits=both)
+    assert files == ([f"{name}.x" for name in found.split()], part)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +187,6 @@ def test_a_file_beside_its_compressed_form_is_refused(tmp_path):
 def test_training_on_only_validation_and_test_files_is_refused(tmp_path):
     with pytest.raises(UserError, match="no file to train on: the names of all 2 say validation or test"):
         files_of(tmp_path, ["dev-0.x", "test-0.x"])
-
-
-def test_a_separate_validation_folder_may_have_any_file_names(tmp_path):
-    alone = {"split": "validation", "holds_both_splits": False}
-    assert files_of(tmp_path / "a", ["train-0.x", "val-0.x"], **alone) == (["val-0.x"], "all")
-    assert files_of(tmp_path / "b", ["train-0.x", "test-0.x"], **alone) == (["test-0.x"], "all")
-    assert files_of(tmp_path / "c", ["1.x", "0.x"], **alone) == (["0.x", "1.x"], "all")
-    assert files_of(tmp_path / "d", ["test-0.x", "val-0.x"], **alone) == (["val-0.x"], "all")
 
 
 def test_files_below_the_path_of_the_other_split_are_left_out(tmp_path):

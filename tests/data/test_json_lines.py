@@ -46,14 +46,6 @@ def test_plain_and_compressed_files_are_read_in_sorted_order(tmp_path):
     assert BYTE.decode(batch["input_ids"][0]) == "lo helworld"
 
 
-def test_a_path_to_a_single_file_may_have_any_name(tmp_path):
-    write_json_lines(tmp_path / "corpus", ["abcd", "efgh"])
-    (batch, *_) = validation_batches(
-        config_for("elsewhere", validation_path=str(tmp_path / "corpus")), BYTE, num_batches=5
-    )
-    assert BYTE.decode(batch["input_ids"][0]) == "abcd"
-
-
 def test_one_document_in_fifty_is_held_out_of_few_or_many_files(tmp_path):
     for name, files in {"large": 2, "small": 1000}.items():
         spans = documents(1000)

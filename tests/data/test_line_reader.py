@@ -60,21 +60,6 @@ def test_a_skipped_damaged_file_ends_at_the_same_line_from_any_start_position(tm
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_skipped_truncated_file_keeps_the_lines_of_its_complete_members(tmp_path, suffix):
-    """The file has three members (frames or streams), and half of the last is missing."""
-    parts = [b"".join(b"%d %d\n" % (part, k) for k in range(1000)) for part in range(3)]
-    content = b"".join(compressed(part, suffix) for part in parts)
-    cut = tmp_path / f"0.jsonl{suffix}"
-    cut.write_bytes(content[: len(content) - len(compressed(parts[2], suffix)) // 2])
-    with pytest.raises(UserError, match=r"0\.jsonl.* cannot be decompressed after line \d+ .*truncated"):
-        read_all([str(cut)])
-    lines, _ = read_all([str(cut)], on_bad_shard="skip")
-    whole = b"".join(parts).splitlines(keepends=True)
-    assert len(lines) >= 2000
-    assert all(line.content == expected for line, expected in zip(lines, whole, strict=False))
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_file_without_its_suffix_is_refused_or_skipped(tmp_path, capfd, suffix):
     file = tmp_path / "0.jsonl"
     file.write_bytes(compressed(b"one\ntwo\n", suffix))

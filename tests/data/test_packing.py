@@ -91,11 +91,6 @@ def test_leftover_tokens_without_a_label_make_no_sequence():
     assert packer.pop_rest() is None
 
 
-def test_sequences_hold_only_ids_and_labels_without_a_document_mask():
-    sequences, _, packer = pack(random_documents(1), 5)
-    assert {name for sequence in [*sequences, packer.pop_rest()] for name in sequence} == {"input_ids", "labels"}
-
-
 @pytest.mark.parametrize("columns", [1, 2])
 def test_the_document_mask_numbers_segments_and_drops_labels_across_documents(columns):
     documents = random_documents(columns)
@@ -147,13 +142,6 @@ def test_padding_comes_after_the_tokens_of_its_sequence(seed):
     assert len(tokens) == sum((d[0] != PADDING).sum() for d in documents)
     np.testing.assert_array_equal(labels[segments > 0], tokens + 1)
     assert (labels[segments == 0] == IGNORED_LABEL).all() and (inputs[segments == 0] == 0).all()
-
-
-def test_rows_of_sequence_length_become_one_sequence_each_with_their_padding():
-    documents = [d for d in padded_documents(8, 0) if d.shape[1] == 8]
-    sequences, _, _ = pack([*documents, documents[0]], 8)
-    for sequence, document in zip(sequences, documents, strict=True):
-        np.testing.assert_array_equal(sequence["input_ids"], np.maximum(document[0], 0))
 
 
 @pytest.mark.parametrize("seed", range(4))

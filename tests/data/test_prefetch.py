@@ -142,17 +142,6 @@ def test_a_program_that_leaves_its_stream_open_ends_with_its_worker(many_documen
     assert not is_running(int(leaving.stdout))
 
 
-def test_a_full_shared_memory_does_not_concern_the_workers(many_documents):
-    """Docker gives /dev/shm 64 MiB: batches come through pipes, and what is under way leaves nothing there."""
-    before = set(os.listdir("/dev/shm"))
-    (stream,) = open_streams(replace(many_documents, num_workers=2), 1)
-    with closing(stream):
-        for _ in range(20):
-            next(stream)
-        held = [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.")]
-        assert not held
-
-
 def test_streams_close_while_their_workers_are_busy(many_documents):
     streams = RunData(replace(many_documents, num_workers=2), seed=0).streams(CountingTokenizer(), {0: 0, 1: 1}, 2)
     streams.start()

@@ -11,7 +11,7 @@ import pytest
 
 from noloco_jax.config import DataConfig
 from noloco_jax.data import load_tokenizer
-from support.data_makers import check_data, train_stream, validation_batches
+from support.data_makers import check_data, train_stream
 from support.paths import SHARED
 
 DATA = SHARED / "data"
@@ -79,14 +79,6 @@ def test_replicas_together_read_every_c4_document_once(num_replicas):
     assert sorted(found) == texts
 
 
-def test_c4_validation_is_the_validation_shard():
-    tokenizer = load_tokenizer("byte")
-    batches = validation_batches(replace(C4, sequence_length=4096), tokenizer, num_batches=10_000)
-    tokens = np.concatenate([batch["input_ids"].ravel() for batch in batches])
-    scored = np.concatenate([batch["labels"].ravel() for batch in batches]) != -100
-    assert tokenizer.decode(tokens[scored]) == "".join(c4_texts("c4-validation.00000-of-00001.json.gz"))
-
-
 @pytest.mark.parametrize("schema", ["hdee_schema", "readme_schema"])
 def test_an_epoch_of_reddit_holds_every_row_with_its_labels(schema):
     config = reddit(schema, sequence_length=1024)
@@ -103,14 +95,3 @@ def test_an_epoch_of_reddit_holds_every_row_with_its_labels(schema):
             batch = next(stream)
             found += np.concatenate([batch["input_ids"], batch["labels"]], axis=1).tolist()
     assert sorted(map(tuple, found)) == expected
-
-
-@pytest.mark.parametrize("schema", ["hdee_schema", "readme_schema"])
-def test_reddit_validation_splits_the_stored_rows(schema):
-    inputs, other = reddit_rows(schema, "dev")
-    batches = validation_batches(reddit(schema, sequence_length=256), None, num_batches=1000)
-    found = np.concatenate([batch["input_ids"] for batch in batches])
-    np.testing.assert_array_equal(found, inputs.reshape(-1, 256))
-    if schema == "hdee_schema":
-        labels = np.concatenate([batch["labels"] for batch in batches])
-        np.testing.assert_array_equal(labels, other.reshape(-1, 256))

@@ -1,8 +1,6 @@
 """Finding, reading and shuffling text files and C4 shards."""
 
-import gzip
 import os
-import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.data.find_files import find_files
-from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files, parse_text
 from noloco_jax.data.source import WindowShuffledShard, seeded_permutation
 from noloco_jax.data.text import TextSource, find_text_files
 from noloco_jax.data.tokenizers import DocumentEncoder
@@ -48,11 +45,6 @@ def test_text_files_are_found_by_suffix_outside_ignored_folders(tmp_path):
     (tmp_path / ".hidden.py").write_text("no")
     found = [Path(path).relative_to(tmp_path).as_posix() for path, _ in find_text_files(options(tmp_path))]
     assert found == ["a.txt", "b.py", "deep/d.rst", "deep/er/c.md"]
-
-
-def test_a_path_to_a_single_text_file_may_have_any_suffix(tmp_path):
-    (tmp_path / "book").write_text("text")
-    assert find_text_files(options(tmp_path / "book")) == [(str(tmp_path / "book"), 4)]
 
 
 def test_a_long_file_is_split_at_line_ends_without_loss(tmp_path):
@@ -98,24 +90,6 @@ def test_a_fiftieth_of_the_text_is_held_out_of_few_text_files(tmp_path):
     validation, train = ("".join(read_texts(tmp_path, split, both=True)).splitlines() for split in SPLITS)
     assert 0.01 < len(validation) / sum(map(len, lines)) < 0.03
     assert sorted(validation + train) == [line.strip() for its_lines in lines for line in its_lines]
-
-
-def test_the_standard_library_trains_and_validates_on_different_files():
-    config = DataConfig(kind="text", path=sysconfig.get_paths()["stdlib"])
-    check_data(config, num_replicas=4)
-    batches = validation_batches(config, BYTE, num_batches=16)
-    assert len(batches) == 16
-    assert all(batch["input_ids"].shape == (8, 256) and (batch["labels"] >= 0).all() for batch in batches)
-
-
-def test_blank_lines_are_no_documents(tmp_path):
-    (shard,) = write_c4(tmp_path, [["0 3", "3 4"]])
-    shard.write_bytes(gzip.compress(gzip.decompress(shard.read_bytes()).replace(b"\n", b"\n\n \n")))
-    source = JsonLinesSource(options(tmp_path), find_c4_files(options(tmp_path)), "all", "c4")
-    documents = source.open_shard(0, 0, 1, ())
-    lines = [documents.get(k) for k in range(3)]
-    assert [line and parse_text(line, options(tmp_path)) for line in lines] == ["0 3", "3 4", None]
-    documents.close()
 
 
 def test_c4_validation_files_are_found_in_the_training_folder_or_another(tmp_path):
@@ -165,11 +139,6 @@ def test_a_permutation_holds_every_number_once():
         assert sorted(seeded_permutation(count, 3, 1).tolist()) == list(range(count))
 
 
-def test_permutations_of_different_keys_differ():
-    keys = [(0,), (1,), (0, 1), (1, 0), (1, 1), (0, 0, 1), (1, 0, 0)]
-    assert len({tuple(seeded_permutation(50, *key)) for key in keys}) == 7
-
-
 def test_the_permutation_of_a_key_never_changes():
     assert seeded_permutation(8, 0, 1).tolist() == [5, 4, 0, 7, 2, 3, 6, 1]
 
@@ -190,11 +159,6 @@ def test_a_shard_is_shuffled_within_each_window():
     assert [document + 10 for document in found[:10]] != found[10:20]  # each window has its own order
     assert shard.get(25) is None
     assert shard.get(40) is None
-
-
-def test_a_window_of_one_keeps_the_order():
-    shard = Numbers(1, (1, 2))
-    assert [shard.get(document) for document in range(25)] == list(range(25))
 
 
 def test_every_bit_of_a_seed_matters_and_32_bit_seeds_keep_their_permutation():

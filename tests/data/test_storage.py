@@ -13,7 +13,6 @@ from noloco_jax.config import DataConfig
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.storage import addresses, retries
-from support import processes
 from support.data_makers import check_data, needs_tokenizer, open_streams, write_counting, write_json_lines, write_rows
 from support.stores import STORES
 
@@ -143,12 +142,6 @@ def test_a_resume_continues_on_disk_or_server(tmp_path, start, kind, away):
     assert seen == expected
 
 
-def test_worker_processes_read_from_a_server(tmp_path, start):
-    config = write_data("parquet", tmp_path)
-    remote = moved_to(config, tmp_path, start("s3").upload(tmp_path))
-    assert first_ids(replace(remote, num_workers=1), 1) == first_ids(config, 1)
-
-
 @pytest.mark.parametrize("fault", [500, 503, 429, "cut", "short", "stall"])
 @pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
 def test_transient_request_failures_are_retried(tmp_path, start, waits, monkeypatch, scheme, fault):
@@ -164,17 +157,6 @@ def test_transient_request_failures_are_retried(tmp_path, start, waits, monkeypa
     assert fault == "stall" or set(waits) <= {addresses.RETRY_DELAYS[0]}  # some libraries repeat by themselves
 
 
-@pytest.mark.parametrize("scheme", ["s3", "hf"])
-def test_a_failed_listing_is_retried(tmp_path, start, waits, scheme):
-    config = write_data("parquet", tmp_path)
-    server = start(scheme)
-    remote = moved_to(config, tmp_path, server.upload(tmp_path))
-    server.everywhere = True
-    server.faults.extend([500, 500])
-    assert first_ids(remote, 1) == first_ids(config, 1)
-    assert len(waits) <= 2
-
-
 @pytest.mark.parametrize("fault", [503, "cut"])
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 def test_request_failures_that_outlast_the_retries_end_with_status_1(tmp_path, start, waits, scheme, fault):
@@ -187,12 +169,6 @@ def test_request_failures_that_outlast_the_retries_end_with_status_1(tmp_path, s
         first_ids(remote, 1)
     assert caught.value.exit_status == 1
     assert remote.path in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_unreachable_server_ends_with_status_1(tmp_path, waits):
-    with pytest.raises(TransientError, match=r"http://127\.0\.0\.1:1/a\.jsonl cannot be read") as caught:
-        check_data(DataConfig(kind="jsonl", path="http://127.0.0.1:1/a.jsonl"))
-    assert caught.value.exit_status == 1
 
 
 def test_a_retried_request_does_not_read_earlier_blocks_again(tmp_path, start, waits, monkeypatch):
@@ -335,17 +311,6 @@ def test_credentials_that_expire_while_reading_end_with_status_2(tmp_path, start
     assert not waits
 
 
-def test_the_hub_token_is_sent_only_to_the_hub(tmp_path, start, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    config = write_data("parquet", tmp_path)
-    server = start("hf")
-    check_data(moved_to(config, tmp_path, server.upload(tmp_path)))
-    asked = [request for request in server.requests if "resolve" in request.path]
-    assert asked and all(request.headers["authorization"] == "Bearer hf_secret" for request in asked)
-    assert server.contents.ranges()
-    assert not any("authorization" in request.headers for request in server.contents.requests)
-
-
 def test_a_server_without_range_requests_is_refused(tmp_path, start, monkeypatch):
     config = write_data("jsonl", tmp_path, "http")
     server = start("http")
@@ -366,12 +331,3 @@ def test_a_tokenizer_is_loaded_from_a_server(tmp_path, start):
     loaded = load_tokenizer(address)
     assert loaded.encode("abba").tolist() == [2, 1, 0]
     assert loaded.fingerprint == load_tokenizer(str(tmp_path)).fingerprint
-
-
-def test_a_run_refuses_a_missing_bucket_before_it_compiles(tmp_path, start):
-    start("s3")
-    config = processes.write_config(tmp_path / "made")
-    [(status, output)] = processes.run(config, tmp_path / "run", "--config.data.path=s3://nowhere-here/in")
-    assert status == 2, output
-    assert "data.path='s3://nowhere-here/in': there is no such file, folder or bucket" in output
-    assert "compiled programs" not in output

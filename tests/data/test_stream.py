@@ -22,7 +22,6 @@ from support.data_makers import (
     validation_batches,
     write_c4,
     write_counting,
-    write_rows,
     write_texts,
 )
 
@@ -77,15 +76,6 @@ def test_a_late_replica_reads_all_data_once_per_epoch_in_its_own_order(tmp_path,
     assert len(orders) == 6
 
 
-def test_a_late_replica_resumes_from_its_state(tmp_path):
-    config, _ = write_counting("c4", tmp_path / "data", 23)
-    whole = train_stream(config, CountingTokenizer(), replica=3, num_replicas=2, seed=5)
-    take(whole, 17)
-    again = train_stream(config, CountingTokenizer(), replica=3, num_replicas=2, seed=5)
-    again.set_state(json.loads(json.dumps(whole.get_state())))
-    assert_same(take(again, 20), take(whole, 20))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_resumes_from_its_state_bitwise(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
@@ -134,15 +124,6 @@ def test_a_new_batch_shape_resumes_at_the_same_token(tmp_path, kind):
     assert next(new)["input_ids"].ravel().tolist() == next(old)["input_ids"].ravel()[:4].tolist()
 
 
-def test_labels_are_the_next_tokens_of_the_stream(tmp_path):
-    config, _ = write_counting("text", tmp_path / "data", 60)
-    (stream,) = open_streams(replace(config, add_bos=True, add_eos=True), 1)
-    batches = take(stream, 30)
-    inputs = np.concatenate([batch["input_ids"].ravel() for batch in batches])
-    labels = np.concatenate([batch["labels"].ravel() for batch in batches])
-    np.testing.assert_array_equal(labels[:-1], inputs[1:])
-
-
 def test_documents_stand_between_bos_and_eos(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 12)
     config = replace(config, add_bos=True, add_eos=True, shuffle_buffer=1, sequence_length=8)
@@ -171,17 +152,6 @@ def test_few_unshuffled_files_are_dealt_to_replicas_by_document(tmp_path):
         assert read_through(stream, 0) == expected
 
 
-def test_a_window_shuffle_stays_within_its_window(tmp_path):
-    config, _ = write_counting("c4", tmp_path / "data", 20, files=1)
-    config = replace(config, shuffle_buffer=5, batch_size=1, sequence_length=1)
-    (stream,) = open_streams(config, 1)
-    found = read_through(stream, 0)
-    spans = documents(20)
-    for start in range(0, 20, 5):
-        first, last = spans[start][0], sum(spans[start + 4])
-        assert sorted(found[first:last]) == list(range(first, last)) != found[first:last]
-
-
 def test_worker_processes_resume_with_the_same_batches(tmp_path):
     config, _ = write_counting("parquet", tmp_path / "data", 150)
     config = replace(config, document_mask=True, shuffle_buffer=10)  # a worker's turn is of several chunks
@@ -192,27 +162,6 @@ def test_worker_processes_resume_with_the_same_batches(tmp_path):
     assert_same(take(helped, 200), take(alone, 200))
     assert helped.get_state() == alone.get_state()
     helped.close()
-
-
-def test_the_state_is_that_after_the_last_delivered_batch(tmp_path):
-    config, _ = write_counting("text", tmp_path / "data", 60)
-    (stream,) = open_streams(config, 1)
-    first = stream.get_state()
-    next(stream)
-    second = stream.get_state()
-    stream.set_state(first)
-    next(stream)
-    assert stream.get_state() == second != first
-
-
-def test_a_closed_stream_refuses_to_read(tmp_path):
-    config, _ = write_counting("text", tmp_path / "data", 60)
-    (stream,) = open_streams(config, 1)
-    next(stream)
-    stream.close()
-    stream.close()
-    with pytest.raises(ValueError, match="closed"):
-        next(stream)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,16 +223,6 @@ def test_a_state_of_text_in_another_field_is_refused(tmp_path):
         (text,), (body,) = open_streams(config, 1), open_streams(replace(config, text_column="body"), 1)
         with pytest.raises(UserError, match="text column 'text', this run's has 'body'"):
             body.set_state(text.get_state())
-
-
-def test_a_state_of_rows_of_another_length_is_refused(tmp_path):
-    for length in (3, 4):
-        rows = [list(range(length))] * 6
-        write_rows(tmp_path / f"{length}/0.parquet", {"input_ids": rows, "labels": rows})
-    config = DataConfig(kind="parquet", sequence_length=3, batch_size=1)
-    short, long = (open_streams(replace(config, path=str(tmp_path / folder)), 1)[0] for folder in "34")
-    with pytest.raises(UserError, match="names and sizes"):
-        long.set_state(short.get_state())
 
 
 class OtherTokenizer(CountingTokenizer):

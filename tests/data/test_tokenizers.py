@@ -50,10 +50,6 @@ def test_bytes_round_trip():
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (256, 257, 259)
 
 
-def test_special_bytes_decode_to_nothing():
-    assert load_tokenizer("byte").decode([256, 104, 105, 257, 258]) == "hi"
-
-
 def test_ids_are_those_of_transformers(folder):
     from transformers import AutoTokenizer
 
@@ -182,12 +178,6 @@ def test_an_unreachable_hub_falls_back_to_the_local_cache(no_hub, monkeypatch):
     assert asked["local_files_only"]
 
 
-def test_too_small_a_vocabulary_is_refused_with_both_sizes():
-    check_vocabulary(load_tokenizer("byte"), 259)
-    with pytest.raises(UserError, match=r"model.vocab_size=200 .* 259 ids .*'byte'"):
-        check_vocabulary(load_tokenizer("byte"), 200)
-
-
 def test_a_fingerprint_depends_on_the_tokens_but_not_on_the_name(tmp_path):
     def fingerprint(name: str, *, bos: str = "<s>", added: str = "x") -> str:
         (tmp_path / name).mkdir()
@@ -198,12 +188,3 @@ def test_a_fingerprint_depends_on_the_tokens_but_not_on_the_name(tmp_path):
     one = fingerprint("one")
     assert fingerprint("same") == one
     assert len({one, fingerprint("other_word", added="y"), fingerprint("other_bos", bos="<b>"), "byte"}) == 4
-
-
-def test_a_fingerprint_depends_on_the_pre_tokenizer(tmp_path):
-    folder = Path(word_tokenizer(tmp_path, special={"bos_token": "<s>", "eos_token": "</s>"}, added=[]))
-    before = load_tokenizer(str(folder)).fingerprint
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert load_tokenizer(str(folder)).fingerprint != before
