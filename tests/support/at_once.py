@@ -37,7 +37,7 @@ def side_by_side(*works: Callable[[], None]) -> None:
     threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 500
     while any(thread.is_alive() for thread in threads) and not errors and time.monotonic() < deadline:
         time.sleep(0.02)
     if errors:

@@ -14,6 +14,7 @@ QUICK_TO_COMPILE = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",  # one module of machine code: each costs its own start
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # by itself 40: many devices share few, busy cores
 ]
 if version("jaxlib").startswith("0.10."):
     # Its older code generator compiles these programs in a third of the time. Later releases have only the newer one.

@@ -130,17 +130,6 @@ def test_help_and_wrong_flags_of_training_commands_import_nothing_heavy(command,
     assert (done.returncode, done.stdout.splitlines()[-1]) == (status, "imported: []"), done.stderr
 
 
-def test_the_public_names_are_found_where_they_are_defined():
-    import noloco_jax
-    from noloco_jax import transforms
-
-    assert noloco_jax.noloco is transforms.noloco
-    assert {name: getattr(noloco_jax, name).__name__ for name in noloco_jax.__all__} == {
-        name: name for name in noloco_jax.__all__
-    }
-    assert set(noloco_jax.__all__) <= set(dir(noloco_jax))
-
-
 def test_routes_of_one_replica_per_device_import_no_scipy(imported):
     assert "scipy.optimize" not in imported["routes"]
 
