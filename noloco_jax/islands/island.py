@@ -103,6 +103,7 @@ class Island:
         self._listen = None if listen is None else parse_address(listen)
         self._takes_whole_state = catch_up == "whole"
         self._pairing = checked_pairing(outer, self._roster.num_founders)
+        self._partner = partner_by(self._pairing, outer.steps.fragments.count)
         self._outer, self._common = outer, dict(common or {})
         self._samples, self._save_every, self._keep = samples_per_step, save_every, keep
         self._linger, self._log_every, self._report = linger, log_every, report
@@ -163,7 +164,7 @@ class Island:
             roster=self._roster,
             credentials=self._credentials,
             identity=identity_of(self._roster, self._outer, self._pairing, self._common, own.specs, first_weights),
-            partner=partner_by(self._pairing, steps.fragments.count),
+            partner=self._partner,
             codec=codec_of(own.solo.wire, own.solo.message, own.solo.payload, own.solo.dims),
             forms=own.forms,
             settings=Settings(2 * steps.fragments.count, self._takes_whole_state, self._fits),
