@@ -254,7 +254,7 @@ def test_an_island_s_figures_reach_tensorboard_wandb_and_those_who_watch(tmp_pat
     mode = IslandMode(Membership(on_loopback("paris", "rome", run="c4"), "paris", None))
     shown: dict[str, float] = {}
     mode._link = SimpleNamespace(record=shown.update)  # type: ignore[assignment]
-    with _open_metrics(small(), tmp_path, None, False, "project", mode) as metrics:
+    with _open_metrics(tmp_path, None, "project", mode, {}) as metrics:
         metrics.write(10, "train", loss=2.5, grad_norm=1.0, tokens_per_second=100.0)
         metrics.write(12, "exchange", partner="rome", participation=0.5)
         metrics.write(12, "eval", island="paris", perplexity=9.0)
