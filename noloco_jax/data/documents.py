@@ -6,6 +6,8 @@ them. So any number of workers continues where any other number stopped.
 
 import atexit
 import functools
+import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -173,29 +175,32 @@ def _end_with_parent() -> None:
 
 
 def read_documents(
-    documents: ReplicaDocuments, position: DataPosition, loader: Loader
+    documents: ReplicaDocuments, position: DataPosition, loader: Loader, last_epoch: float = math.inf
 ) -> Generator[tuple[np.ndarray, DataPosition]]:
-    """Yield a replica's documents from `position` on without end, each with the position before it.
+    """Yield a replica's documents from `position` on through `last_epoch`, each with the position before it.
 
     An error in a document that is read ahead is raised behind the documents in front of it.
     """
     pending: deque[tuple[list[DataPosition], Loaded]] = deque()
     failed: Exception | None = None
     with closing(read_records(documents, position)) as read:
+        wanted = itertools.takewhile(lambda record: record[1].epoch <= last_epoch, read)
         while True:
             while failed is None and len(pending) < loader.ahead:
                 chunk: list[tuple[Any, DataPosition]] = []
                 try:
-                    for _ in range(documents.source.chunk_size):
-                        chunk.append(next(read))
+                    for record in itertools.islice(wanted, documents.source.chunk_size):
+                        chunk.append(record)  # one by one, to have those in front of an error
                 except Exception as error:
                     failed = error
-                if chunk:
-                    records, positions = map(list, zip(*chunk, strict=True))
-                    pending.append((positions, loader.submit(documents.name, records)))
+                if not chunk:
+                    break
+                records, positions = map(list, zip(*chunk, strict=True))
+                pending.append((positions, loader.submit(documents.name, records)))
             if not pending:
-                assert failed is not None
-                raise failed
+                if failed is not None:
+                    raise failed
+                return
             positions, loaded = pending.popleft()
             yield from zip(loaded(), positions, strict=True)
 

@@ -68,8 +68,8 @@ def _sequences(documents: ReplicaDocuments, loader: Loader, config: "DataConfig"
     """Yield the documents of one epoch as sequences; the last one may be filled up with ignored labels."""
     source, any_yet = documents.source, False
     packer = Packer(source.num_columns, config.sequence_length, document_mask=config.document_mask)
-    with closing(read_documents(documents, start_position(0, 1), loader)) as read:
-        for tokens, position in itertools.takewhile(lambda document: document[1].epoch == 0, read):
+    with closing(read_documents(documents, start_position(0, 1), loader, last_epoch=0)) as read:
+        for tokens, position in read:
             packer.add(tokens, position)
             while packer.full:
                 any_yet = True
