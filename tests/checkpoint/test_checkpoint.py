@@ -6,8 +6,10 @@ import functools
 import json
 import shutil
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -188,13 +190,10 @@ def test_restoring_another_number_of_replicas_follows_the_elastic_setting(tmp_pa
 
 def test_a_whole_checkpoint_that_does_not_fit_is_never_advised_to_be_deleted(tmp_path, monkeypatch):
     saved(tmp_path, changed(4))
-
-    def fails(*arguments: Any, **named: Any) -> Any:
-        raise ValueError("Requested shape: (4, 68, 1) is not compatible with the stored shape: (4, 65, 1)")
-
+    error = ValueError("Requested shape: (4, 68, 1) is not compatible with the stored shape: (4, 65, 1)")
     with Checkpointer(tmp_path, changed(4)) as checkpoints:
         found = checkpoints.open(3)
-        monkeypatch.setattr(checkpoints._manager, "restore", fails)
+        monkeypatch.setattr(checkpoints._manager, "restore", raising(error))
         with pytest.raises(UserError, match="is whole, and cannot be restored for this configuration") as raised:
             found.state(programs_of(changed(4)).resting)
     assert "delete" not in str(raised.value)
@@ -238,25 +237,14 @@ def test_equal_replicas_are_merged_into_themselves(before, after, dtype):
     np.testing.assert_array_equal(merged, jnp.stack([one] * after))
 
 
-@pytest.mark.parametrize(("num_replicas", "choice"), [(2, ""), (2, "copy"), (8, ""), (8, "merge"), (8, "keep")])
-def test_another_number_of_replicas_requires_a_matching_elastic_setting(num_replicas, choice):
-    with pytest.raises(
-        UserError, match=f"num_replicas=4, the config has {num_replicas} and elastic={choice!r}: give --"
-    ):
-        elastic.check_elastic(changed(num_replicas, choice), SavedShape(4, CONFIG.model.vocab_size))
-
-
-def test_an_unchanged_number_of_replicas_accepts_any_elastic_setting():
-    for choice in ("", "merge", "keep", "copy"):
-        elastic.check_elastic(changed(4, choice), SavedShape(4, CONFIG.model.vocab_size))
-
-
-def test_a_state_of_another_optimizer_is_refused_naming_the_config_field(tmp_path):
-    saved(tmp_path, CONFIG)
-    other = with_muon(CONFIG)
-    with Checkpointer(tmp_path, other) as checkpoints, pytest.raises(UserError) as refused:
-        checkpoints.newest()
-    assert "inner.optimizer='adam', the config has 'muon': give --config.inner.optimizer=adam" in str(refused.value)
+@pytest.mark.parametrize("choice", ["", "merge", "keep", "copy"])
+def test_another_number_of_replicas_requires_a_matching_elastic_setting(choice):
+    saved_shape = SavedShape(4, CONFIG.model.vocab_size)
+    fitting = {4: ("", "merge", "keep", "copy"), 2: ("merge", "keep"), 8: ("copy",)}
+    for num_replicas, choices in fitting.items():
+        message = f"num_replicas=4, the config has {num_replicas} and elastic={choice!r}: give --"
+        with nullcontext() if choice in choices else pytest.raises(UserError, match=message):
+            elastic.check_elastic(changed(num_replicas, choice), saved_shape)
 
 
 def test_files_that_orbax_keeps_for_itself_are_not_needed(tmp_path):
@@ -307,28 +295,17 @@ def test_a_record_is_read_once_however_often_it_is_used(tmp_path, monkeypatch):
     assert len(read) == 2  # the run's record and the data positions
 
 
-def test_only_the_newest_checkpoints_stay(tmp_path):
-    config = dataclasses.replace(CONFIG, keep_checkpoints=2)
-    state = random_state(programs_of(config).state)
-    with Checkpointer(tmp_path, config) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, state, positions(4))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+@pytest.mark.parametrize(("keep", "period", "kept"), [(2, 0, ["4", "5"]), (1, 2, ["2", "4", "5"])])
+def test_the_newest_checkpoints_and_those_of_the_period_stay(tmp_path, keep, period, kept):
+    config = dataclasses.replace(CONFIG, keep_checkpoints=keep, keep_period=period)
+    save_steps(tmp_path, 1, 2, 3, 4, 5, config=config)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
 
 
-def test_checkpoints_at_multiples_of_keep_period_stay(tmp_path):
-    config = dataclasses.replace(CONFIG, keep_checkpoints=1, keep_period=2)
-    state = random_state(programs_of(config).state)
-    with Checkpointer(tmp_path, config) as checkpoints:
-        for step in (1, 2, 3, 4, 5):
-            checkpoints.save(step, state, positions(4))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "5"]
-
-
-def save_steps(workdir: Path, *steps: int, from_step: int | None = None) -> None:
+def save_steps(workdir: Path, *steps: int, from_step: int | None = None, config: TrainConfig = CONFIG) -> None:
     """Save tiny checkpoints whose contents do not matter."""
     state = TrainState({"embed": np.zeros((4, 32, 1))}, {}, None)
-    with Checkpointer(workdir, CONFIG, from_step=from_step) as checkpoints:
+    with Checkpointer(workdir, config, from_step=from_step) as checkpoints:
         for step in steps:
             checkpoints.save(step, state, positions(4))
 
@@ -371,14 +348,6 @@ def test_a_checkpoint_records_the_config_data_source_and_versions_of_its_run(tmp
     assert record["versions"]["jax"] == jax.__version__
 
 
-def test_changing_a_must_match_field_is_refused_with_both_values_and_the_flag(tmp_path):
-    save_steps(tmp_path, 3)
-    data = dataclasses.replace(CONFIG.data, add_bos=False)
-    message = "data.add_bos=True, the config has False: give --config.data.add_bos=True"
-    with pytest.raises(UserError, match=message):
-        start_step(tmp_path, None, dataclasses.replace(CONFIG, data=data))
-
-
 def test_processes_that_see_different_checkpoints_do_not_start(tmp_path, monkeypatch):
     saved(tmp_path, CONFIG)
     processes = OneProcess()
@@ -388,56 +357,46 @@ def test_processes_that_see_different_checkpoints_do_not_start(tmp_path, monkeyp
 
 
 LOST = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:43187")
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    ValueError("RESOURCE_EXHAUSTED:\n No space left on device [28]"),
+]
+
+
+def raising(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ESTALE, "stale file handle"), LOST])
 def test_memory_storage_and_peer_errors_are_not_reported_as_checkpoint_damage(tmp_path, monkeypatch, error):
     saved(tmp_path, CONFIG)
-
-    def fail(*_, **__):
-        raise error
-
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
         found = checkpoints.open(3)
-        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        monkeypatch.setattr(checkpoints._manager, "restore", raising(error))
         with pytest.raises(type(error)) as raised:
             found.state(programs_of(CONFIG).state)
     assert raised.value is error
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        ValueError("RESOURCE_EXHAUSTED:\n No space left on device [28]"),
-    ],
-)
+@pytest.mark.parametrize("error", FULL)
 @pytest.mark.parametrize("method", ["save", "wait_until_finished"])
 def test_a_full_disk_during_a_save_is_a_transient_error(tmp_path, monkeypatch, method, error):
     """The save raises the error or, for the last save, the wait for its end."""
-    state = random_state(programs_of(CONFIG).state)
-
-    def fail(*_, **__):
-        raise error
-
     checkpoints = Checkpointer(tmp_path, CONFIG)
-    monkeypatch.setattr(checkpoints._manager, method, fail)
-    with pytest.raises(
-        TransientError, match=r"not be saved \(.*/checkpoints: no space left on device\): make room"
-    ) as raised:
-        checkpoints.save(3, state, positions(4))
+    message = r"^[^\n]*not be saved \(.*/checkpoints: no space left on device\): make room[^\n]*$"
+    with monkeypatch.context() as patches, pytest.raises(TransientError, match=message):
+        patches.setattr(checkpoints._manager, method, raising(error))
+        checkpoints.save(3, random_state(programs_of(CONFIG).state), positions(4))
         checkpoints.close()
-    assert "\n" not in str(raised.value)
-    monkeypatch.undo()
     checkpoints.close()
 
 
 def test_a_lost_process_during_a_save_is_not_reported_as_a_full_disk(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise LOST
-
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
-        monkeypatch.setattr(checkpoints._manager, "save", fail)
+        monkeypatch.setattr(checkpoints._manager, "save", raising(LOST))
         with pytest.raises(ValueError, match="Gloo"):
             checkpoints.save(3, random_state(programs_of(CONFIG).state), positions(4))
 

@@ -38,52 +38,34 @@ def test_a_field_is_compared_if_either_method_uses_it():
     assert [change.field for change in changes(CONFIG, slow_ddp)] == ["method", "outer.sync_every"]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"method": "diloco"},
-        {"seed": 1},
-        {"model": {"num_layers": 3}},
-        {"inner": {"optimizer": "adamw"}},
-        {"outer": {"state_dtype": "bfloat16"}},
-        {"data": {"add_eos": False}},
-        {"data": {"shuffle_buffer": 1}},
-        {"init_from": "llama"},
-        {
-            "model": {
-                "rope_scaling": {
-                    **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-                    "original_max_position_embeddings": 8192,
-                }
-            }
-        },
-    ],
-)
-def test_a_change_of_a_must_match_field_is_refused(values, tmp_path):
-    with pytest.raises(UserError, match="another --workdir"):
-        permitted_changes(CONFIG, from_dict(values), tmp_path)
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ({"wire": "int4"}, {"wire": "modulo4"}),
-        ({"wire": "modulo4"}, {"wire": "float32"}),
+        ({}, {"method": "diloco"}),
+        ({}, {"seed": 1}),
+        ({}, {"model": {"num_layers": 3}}),
+        ({}, {"model": {"rope_scaling": SCALED}}),
+        ({}, {"inner": {"optimizer": "adamw"}}),
+        ({}, {"outer": {"state_dtype": "bfloat16"}}),
+        ({}, {"data": {"add_eos": False}}),
+        ({}, {"data": {"shuffle_buffer": 1}}),
+        ({}, {"init_from": "llama"}),
+        ({"outer": {"wire": "int4"}}, {"outer": {"wire": "modulo4"}}),
+        ({"outer": {"wire": "modulo4"}}, {"outer": {"wire": "float32"}}),
     ],
+    ids=str,
 )
-def test_a_change_of_the_arrays_in_the_state_is_refused(before, now, tmp_path):
-    with pytest.raises(UserError, match=r"outer\.wire=.* to resume that run, or another --workdir"):
-        permitted_changes(from_dict({"outer": before}), from_dict({"outer": now}), tmp_path)
+def test_a_change_of_a_must_match_field_or_of_the_arrays_in_the_state_is_refused(before, now, tmp_path):
+    with pytest.raises(UserError, match="to resume that run, or another --workdir"):
+        permitted_changes(from_dict(before), from_dict(now), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ({"wire": "int4"}, {"wire": "float32"}),
-    ],
-)
-def test_a_change_that_keeps_the_arrays_in_the_state_is_permitted(before, now, tmp_path):
-    [change] = permitted_changes(from_dict({"outer": before}), from_dict({"outer": now}), tmp_path)
+def test_a_change_that_keeps_the_arrays_in_the_state_is_permitted(tmp_path):
+    now = from_dict({"outer": {"wire": "float32"}})
+    [change] = permitted_changes(from_dict({"outer": {"wire": "int4"}}), now, tmp_path)
     assert change.on_resume == "may change"
 
 
@@ -115,16 +97,11 @@ def test_a_record_restores_its_config_after_a_json_round_trip():
     assert version_changes(made) == []
 
 
-def test_a_changed_version_is_reported(tmp_path, monkeypatch):
-    made = make_record(CONFIG, {}, None)
-    monkeypatch.setattr(record, "versions", lambda: made["versions"] | {"jax": "9.9"})
-    assert version_changes(made) == [f"jax: version {made['versions']['jax']} before, 9.9 now"]
-
-
-def test_an_added_or_removed_package_is_reported(monkeypatch):
-    monkeypatch.setattr(record, "versions", lambda: {"numpy": "2.0", "jax": "0.10"})
-    before = {"versions": {"numpy": "2.0", "optax": "0.2"}}
+def test_a_changed_added_or_removed_package_is_reported(monkeypatch):
+    monkeypatch.setattr(record, "versions", lambda: {"numpy": "2.0", "flax": "0.13", "jax": "0.10"})
+    before = {"versions": {"numpy": "2.0", "flax": "0.12", "optax": "0.2"}}
     assert version_changes(before) == [
+        "flax: version 0.12 before, 0.13 now",
         "optax: version 0.2 before, None now",
         "jax: version None before, 0.10 now",
     ]

@@ -97,11 +97,6 @@ def test_pieces_of_another_length_are_refused_before_anything_is_compiled(config
     assert "piece_bytes (by data.sequence_length) 256, this run's has 2048" in line
 
 
-def test_from_step_without_a_checkpoint_is_refused_listing_the_saved_steps(config, trained):
-    with pytest.raises(UserError, match=r"--from_step=5: .* \(there are 4, 8\)"):
-        train(from_dict(load_config(str(config))), trained, from_step=5)
-
-
 def test_from_step_resumes_from_an_earlier_checkpoint_and_reports_changed_settings(config, trained, tmp_path):
     workdir = tmp_path / "back"
     shutil.copytree(trained, workdir)
@@ -116,11 +111,6 @@ def test_from_step_resumes_from_an_earlier_checkpoint_and_reports_changed_settin
     assert [(line["step"], line["changed"].get("num_steps")) for line in lines] == [(0, None), (4, [8, 12])]
     evaluated = [line["step"] for line in processes.metrics(workdir) if line["kind"] == "eval"]
     assert evaluated == [12]  # only at the end
-
-
-def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
-    line = refusal(config, trained, "--config.model.num_layers=3", dry_run=True)
-    assert "model.num_layers=2, the config has 3: give --config.model.num_layers=2" in line
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints", "tensorboard"])
@@ -233,16 +223,6 @@ def test_a_complete_run_tells_of_settings_that_come_too_late(config, trained, tm
     assert train_here(config, workdir, "--config.num_steps=8", "--config.outer.final_merge=True") == 0
     printed = capsys.readouterr().out
     assert "; without effect: outer.final_merge: False before, True now" in printed
-
-
-@pytest.mark.parametrize("item", ["state", "data", "run"])
-def test_a_checkpoint_that_lacks_a_part_is_refused(config, trained, tmp_path, item):
-    workdir = tmp_path / "torn"
-    shutil.copytree(trained, workdir)
-    shutil.rmtree(workdir / "checkpoints/8" / item)
-    line = refusal(config, workdir, "--config.num_steps=24")
-    assert f"checkpoints/8 cannot be read ({item}/" in line
-    assert "give --from_step=" in line
 
 
 def test_truncated_weights_are_refused_and_the_workdir_is_unchanged(config, trained, tmp_path):
