@@ -59,7 +59,7 @@ def prompted_with(folder, text):
     """The ids that `generate` continues."""
     args = generate._parser().parse_args([f"--model={folder}", f"--prompt={text}", "--max_new_tokens=9"])
     with opened_model(args) as model:
-        return generate._checked_prompt(args, model)
+        return generate._checked_prompt(args, model)[0]
 
 
 def test_the_merged_model_is_the_mean_of_the_replicas(run, tmp_path, capsys):
