@@ -29,16 +29,17 @@ def uint32s(seed: int, purpose: int, *indices: Any) -> Any:
       uint32, numpy's or JAX's.
     """
     xp = jnp if any(isinstance(index, jax.Array) for index in indices) else np
-    words = [len(indices), purpose, seed & 0xFFFFFFFF]
+    words: list[Any] = [np.uint32(word) for word in (len(indices), purpose, seed & 0xFFFFFFFF)]
     while seed := seed >> 32:
-        words.append(seed & 0xFFFFFFFF)
+        words.append(np.uint32(seed & 0xFFFFFFFF))
+    state: Any = np.uint32(0)
     with np.errstate(over="ignore"):  # numpy warns where scalars wrap around
-        state = np.uint32(0)
-        for word in words:
-            state = _mixed(np, state, np.uint32(word))
-        for index in indices:
-            state = _mixed(xp, state, xp.asarray(index).astype(np.uint32))
-        return state
+        for word in (*words, *(xp.asarray(index).astype(np.uint32) for index in indices)):
+            x = (state ^ word) + np.uint32(0x9E3779B9)
+            x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+            x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+            state = x ^ (x >> np.uint32(16))
+    return state
 
 
 def key(seed: int) -> jax.Array:
@@ -47,13 +48,6 @@ def key(seed: int) -> jax.Array:
     while seed := seed >> 32:
         key = jax.random.fold_in(key, np.uint32(seed & 0xFFFFFFFF))
     return key
-
-
-def _mixed(xp: Any, state: Any, word: Any) -> Any:
-    x = (state ^ word) + xp.uint32(0x9E3779B9)
-    x = (x ^ (x >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
-    return x ^ (x >> xp.uint32(16))
 
 
 def permutation(count: int, seed: int, purpose: int, *key: Any) -> Any:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from noloco_jax.outer.transform import OuterOptimizer
 
 
+_ARGUMENTS = {"lr": "outer_lr", "momentum": "outer_momentum"}  # field of `outer` -> argument, where they differ
+_OF_PAIRING = ("group_size", "order", "neighbours")  # fields that the pairing takes
 Config = Any  # a `TrainConfig`; its module imports this table and so cannot be imported here
 
 
@@ -28,9 +30,8 @@ class Method:
       name: value of `config.method`.
       describe: config -> a line for people.
       check: config -> None; raises `UserError` if the configuration does not fit the method.
-      outer_optimizer: (config, axis_name, fragments) -> the outer optimizer; None for methods without outer steps.
-      defaults: field of `outer` -> its default (None: derived from other fields). The method ignores a field that only
-        other rows have.
+      defaults: field of `outer` -> its default (None: derived from other fields); empty for methods without outer
+        steps. The method ignores a field that only other rows have.
       pairing: config -> the pairing or graphs; None if all replicas or none exchange.
       num_partners: config -> number of other replicas to which a replica sends in an outer step; None if all or none.
       averages_gradients: True if gradients are averaged over all replicas at every step.
@@ -45,7 +46,6 @@ class Method:
     name: str
     describe: Callable[[Config], str]
     check: Callable[[Config], None] = lambda config: None
-    outer_optimizer: "Callable[[Config, Any, Fragments], OuterOptimizer] | None" = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     pairing: "Callable[[Config], RandomPairing | RandomNeighbours] | None" = None
     num_partners: Callable[[Config], int] | None = None
@@ -58,7 +58,16 @@ class Method:
 
     @property
     def has_outer_steps(self) -> bool:
-        return self.outer_optimizer is not None
+        return bool(self.defaults)
+
+    def outer_optimizer(self, config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
+        """Build the method's transform from the fields of `outer` that it uses."""
+        from noloco_jax import transforms  # imported late, since the configuration reads this table without jax
+
+        names = [name for name in (*self.defaults, "state_dtype", "delay") if not self.is_unused(f"outer.{name}")]
+        given = {_ARGUMENTS.get(name, name): getattr(config.outer, name) for name in names if name not in _OF_PAIRING}
+        pairing = [] if self.pairing is None else [self.pairing(config)]
+        return getattr(transforms, self.name)(*pairing, **given, axis_name=axis_name, fragments=fragments)
 
     def groups(self, config: Config, number: int) -> "Round":
         """Return the groups of outer step `number` (0, 1, ...); for directed graphs, each replica and its senders."""
@@ -74,25 +83,6 @@ class Method:
         return field.startswith(self.also_unused) or (
             group == "outer" and name in METHOD_FIELDS and name not in self.defaults
         )
-
-
-def _noloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
-    from noloco_jax.transforms import noloco  # imported late, since the configuration reads this table without jax
-
-    outer = config.outer
-    return noloco(
-        _pairing(config),
-        outer_lr=outer.lr,
-        outer_momentum=outer.momentum,
-        consensus=outer.consensus,
-        sync_every=outer.sync_every,
-        axis_name=axis_name,
-        state_dtype=outer.state_dtype,
-        fragments=fragments,
-        delay=outer.delay,
-        wire=outer.wire,
-        momentum_of=outer.momentum_of,
-    )
 
 
 @functools.lru_cache(maxsize=8)  # called at every outer step, to log the groups
@@ -152,40 +142,10 @@ def _check_noloco(config: Config) -> None:
         )
 
 
-def _diloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
-    from noloco_jax.transforms import diloco
-
-    outer = config.outer
-    return diloco(
-        outer_lr=outer.lr,
-        outer_momentum=outer.momentum,
-        nesterov=outer.nesterov,
-        sync_every=outer.sync_every,
-        axis_name=axis_name,
-        state_dtype=outer.state_dtype,
-        fragments=fragments,
-        delay=outer.delay,
-    )
-
-
 def _describe_diloco(config: Config) -> str:
     outer = config.outer
     kind = "Nesterov" if outer.nesterov else "heavy ball"
     return f"diloco: all average {_when(config)} ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g}){_what(config)}"
-
-
-def _epidemic(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
-    from noloco_jax.transforms import epidemic
-
-    outer = config.outer
-    return epidemic(
-        _neighbours(config),
-        sync_every=outer.sync_every,
-        axis_name=axis_name,
-        wire=outer.wire,
-        fragments=fragments,
-        delay=outer.delay,
-    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -225,21 +185,6 @@ def _check_epidemic(config: Config) -> None:
             "outer.wire='int8'"
         )
     _check_not_offloaded(config)
-
-
-def _sparseloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
-    from noloco_jax.transforms import sparseloco
-
-    outer = config.outer
-    return sparseloco(
-        outer_lr=outer.lr,
-        error_decay=outer.error_decay,
-        top_k=outer.top_k,
-        sync_every=outer.sync_every,
-        axis_name=axis_name,
-        state_dtype=outer.state_dtype,
-        fragments=fragments,
-    )
 
 
 def _describe_sparseloco(config: Config) -> str:
@@ -284,7 +229,6 @@ METHODS: dict[str, Method] = {
             "noloco",
             _describe_noloco,
             _check_noloco,
-            _noloco,
             defaults=DEFAULTS["noloco"],
             pairing=_pairing,
             num_partners=lambda config: config.outer.group_size - 1,
@@ -294,7 +238,6 @@ METHODS: dict[str, Method] = {
             "diloco",
             _describe_diloco,
             _check_wire,
-            _diloco,
             defaults=DEFAULTS["diloco"],
             outer_collectives=("psum",),
             baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
@@ -305,7 +248,6 @@ METHODS: dict[str, Method] = {
             "epidemic",
             _describe_epidemic,
             _check_epidemic,
-            _epidemic,
             defaults=DEFAULTS["epidemic"],
             pairing=_neighbours,
             num_partners=_num_neighbours,
@@ -316,7 +258,6 @@ METHODS: dict[str, Method] = {
             "sparseloco",
             _describe_sparseloco,
             _check_sparseloco,
-            _sparseloco,
             defaults=DEFAULTS["sparseloco"],
             outer_collectives=("all_gather", "ppermute"),  # the latter (a ring) if replicas are sharded
             also_unused=("outer.delay",),

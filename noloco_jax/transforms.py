@@ -18,12 +18,17 @@ from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.neighbours import RandomNeighbours
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
 from noloco_jax.outer.rule import MOMENTUM_OF, STATE_DTYPES, Number, Rule
-from noloco_jax.outer.transform import Exchange, OuterOptimizer, OuterSteps, outer_optimizer
+from noloco_jax.outer.transform import Exchange, OuterOptimizer, OuterSteps
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.wires import CHUNK, MODULO_BITS
 
 _NOLOCO, _DILOCO, _EPIDEMIC, _SPARSELOCO = (DEFAULTS[name] for name in ("noloco", "diloco", "epidemic", "sparseloco"))
 
+_RANGES = {
+    "finite and at least 0": lambda number: 0 <= number < math.inf,
+    "in [0, 1)": lambda number: 0 <= number < 1,
+    "in [0, 1]": lambda number: 0 <= number <= 1,
+}
 # Rounds in which a schedule is checked: its extremes lie at its ends, or where its parts meet.
 _SOME_ROUNDS = sorted({*range(0, 129, 8), *(2**i for i in range(21)), *(10**i for i in range(7))})
 # Largest momentum of corrections with a wire format whose step follows the replicas' distance: 0.8 diverges, 0.6 not.
@@ -113,7 +118,7 @@ def noloco(
     gamma = outer_lr if consensus is None else consensus
     _check_number("outer_lr", outer_lr)
     _check_number("consensus", gamma)
-    _check_momentum(outer_momentum)
+    _check_number("outer_momentum", outer_momentum, "in [0, 1)")
     if pairing is not None:
         _check_pairing(pairing)
         _warn_if_apart(pairing, outer_momentum, gamma)
@@ -158,9 +163,8 @@ def diloco(
       outer_lr: β, outer learning rate, at least 0; a number or a schedule of the fragment's round.
       outer_momentum: α, in [0, 1); likewise.
       nesterov: true Nesterov momentum, instead of heavy ball.
-      sync_every: as for `noloco`.
-      axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
-      state_dtype, fragments, delay: as for `noloco`; with fragments it is Streaming DiLoCo (arXiv 2501.18512).
+      sync_every, axis_name, state_dtype, fragments, delay: as for `noloco`; with fragments it is Streaming DiLoCo
+        (arXiv 2501.18512).
 
     Returns:
       A transform whose state is an `OuterState`.
@@ -169,7 +173,7 @@ def diloco(
       ValueError: if a number is out of its range.
     """
     _check_number("outer_lr", outer_lr)
-    _check_momentum(outer_momentum)
+    _check_number("outer_momentum", outer_momentum, "in [0, 1)")
     rule = Rule(outer_momentum, outer_lr, 0.0, nesterov)
     return _made(rule, AllExchange(axis_name), sync_every, axis_name, fragments, delay, state_dtype)
 
@@ -197,9 +201,8 @@ def epidemic(
 
     Args:
       neighbours: the communication graphs.
-      sync_every: as for `noloco`.
-      axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
-      wire, fragments, delay: as for `noloco`, without the modulo wire formats, whose windows belong to pairs.
+      sync_every, axis_name, fragments, delay: as for `noloco`.
+      wire: as for `noloco`, without the modulo wire formats, whose windows belong to pairs.
 
     Returns:
       A transform whose state is an `OuterState`.
@@ -235,9 +238,9 @@ def sparseloco(
         e ← e − Δ̂
         φ ← φ + α mean(Δ̂);  θ ← φ
 
-    Q gives an entry its sign and one of two magnitudes, the means of the smaller and of the larger entries of its chunk
-    (`exchange.sparse`). An entry is sent as these two bits and 12 bits of its position: with k = 64 a message is 1/141
-    of the weights in float32.
+    Q gives an entry its sign and one of two magnitudes, the means of the smaller and the larger entries of its chunk.
+    An entry is sent as these two bits and 12 bits of its position: with k = 64 a message is 1/141 of the weights in
+    float32.
 
     Every replica needs the message of every other: it is an all-gather, in which each replica sends N − 1 messages and
     all wait. Used as `noloco` is, with the same `step` and `update`. The replicas must begin with equal weights, as for
@@ -247,9 +250,7 @@ def sparseloco(
       outer_lr: α, outer learning rate, at least 0; a number or a schedule of the fragment's round.
       error_decay: β, in [0, 1]; likewise. With 1 nothing is lost: sent messages and e add up to the sum of all Δ.
       top_k: k, of 1 to 4096; chunks of smaller arrays keep the same share. It is rounded up to a multiple of 4.
-      sync_every: as for `noloco`.
-      axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
-      state_dtype, fragments: as for `noloco`.
+      sync_every, axis_name, state_dtype, fragments: as for `noloco`.
 
     Returns:
       A transform whose state is an `OuterState`.
@@ -258,9 +259,7 @@ def sparseloco(
       ValueError: if a number is out of its range.
     """
     _check_number("outer_lr", outer_lr)
-    known = _known(error_decay)
-    if known is not None and not 0 <= known <= 1:
-        raise ValueError(f"error_decay is {error_decay}: it must be in [0, 1]")
+    _check_number("error_decay", error_decay, "in [0, 1]")
     _check_known(top_k=top_k)
     if not 1 <= top_k <= CHUNK:
         raise ValueError(f"top_k is {top_k}: it must be between 1 and {CHUNK}")
@@ -285,7 +284,8 @@ def _made(
     dtype = jax.numpy.dtype(state_dtype)
     if dtype.name not in STATE_DTYPES:
         raise ValueError(f"state_dtype is {dtype.name!r}: choose from {', '.join(map(repr, STATE_DTYPES))}")
-    return outer_optimizer(OuterSteps(rule, exchange, fragments, schedule, names_of(axis_name), dtype))
+    steps = OuterSteps(rule, exchange, fragments, schedule, names_of(axis_name), dtype)
+    return OuterOptimizer(steps.init, steps.update, steps)
 
 
 def _check_known(**values: Any) -> None:
@@ -313,16 +313,10 @@ def _known(value: Any, k: int | None = None) -> float | None:
     return None if callable(value) or isinstance(value, jax.core.Tracer) else float(value)
 
 
-def _check_number(name: str, value: Number) -> None:
+def _check_number(name: str, value: Number, range: str = "finite and at least 0") -> None:
     known = _known(value)
-    if known is not None and not (math.isfinite(known) and known >= 0):
-        raise ValueError(f"{name} is {value}: it must be finite and at least 0")
-
-
-def _check_momentum(value: Number) -> None:
-    known = _known(value)
-    if known is not None and not 0 <= known < 1:
-        raise ValueError(f"outer_momentum is {value}: it must be in [0, 1)")
+    if known is not None and not _RANGES[range](known):
+        raise ValueError(f"{name} is {value}: it must be {range}")
 
 
 def _warn_if_apart(pairing: Pairing, outer_momentum: Number, gamma: Number) -> None:

@@ -32,7 +32,14 @@ class ReplicaAxes(NamedTuple):
         """
         names = names_of(axis_name)
         for name in names:
-            _check_bound(name)
+            try:
+                lax.axis_size(name)
+            except NameError:
+                raise NameError(
+                    f"axis {name!r} of the replicas is not bound: an outer step runs inside jax.vmap(..., "
+                    f"axis_name={name!r}) or jax.shard_map over a mesh axis {name!r}; or pass axis_name= with the name "
+                    "of your axis"
+                ) from None
         manual = jax.sharding.get_abstract_mesh().manual_axes
         device = tuple(name for name in names if name in manual)
         slots = tuple(name for name in names if name not in manual)
@@ -88,16 +95,6 @@ def checked_axes(tree: PyTree, axis_name: AxisName, num_replicas: int) -> Replic
         )
     warn_if_sharded(tree, axes)
     return axes
-
-
-def _check_bound(name: str) -> None:
-    try:
-        lax.axis_size(name)
-    except NameError:
-        raise NameError(
-            f"axis {name!r} of the replicas is not bound: an outer step runs inside jax.vmap(..., axis_name={name!r}) "
-            f"or jax.shard_map over a mesh axis {name!r}; or pass axis_name= with the name of your axis"
-        ) from None
 
 
 def warn_if_sharded(tree: PyTree, axes: ReplicaAxes) -> None:

@@ -20,13 +20,8 @@ from noloco_jax.wires import BLOCK, block_shape
 PyTree = Any
 
 
-def _dims_or_last(tree: PyTree, dims: PyTree = None) -> PyTree:
-    """Return `dims`, or the last dimension of every array if it is None."""
-    return jax.tree.map(lambda x: x.ndim - 1 if x.ndim else FLAT, tree) if dims is None else dims
-
-
 def tree_in_blocks(tree: PyTree, dims: PyTree = None, largest: int = BLOCK) -> PyTree:
-    """Reshape arrays to blocks (..., blocks, weights of a block).
+    """Reshape arrays to blocks (..., blocks, weights of a block), padding rows with zeros.
 
     Args:
       tree: arrays of any shapes.
@@ -36,11 +31,16 @@ def tree_in_blocks(tree: PyTree, dims: PyTree = None, largest: int = BLOCK) -> P
     """
 
     def one(x: jax.Array, dim: int) -> jax.Array:
-        turned = _hidden_last(x, dim)
-        if num_parts() > 1 and (dim == FLAT or largest > BLOCK or block_shape(turned.shape, largest).rows > 1):
+        x = jnp.ravel(x) if dim == FLAT else jnp.moveaxis(x, dim, -1)
+        rows, count, size = block_shape(x.shape, largest)
+        if num_parts() > 1 and (dim == FLAT or largest > BLOCK or rows > 1):
             # Such blocks may straddle shards, on which XLA can abort (jax 0.10.2), so the array is gathered first.
-            turned = jax.lax.with_sharding_constraint(turned, PartitionSpec(*[None] * turned.ndim))
-        return in_blocks(turned, largest)
+            x = jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * x.ndim))
+        if rows > 1:
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % rows), (0, 0)])
+            x = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows * x.shape[-1])
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])])
+        return x.reshape(*x.shape[:-1], count, size)
 
     return jax.tree.map(one, tree, _dims_or_last(tree, dims))
 
@@ -48,30 +48,19 @@ def tree_in_blocks(tree: PyTree, dims: PyTree = None, largest: int = BLOCK) -> P
 def tree_from_blocks(blocks: PyTree, like: PyTree, dims: PyTree = None, largest: int = BLOCK) -> PyTree:
     """Invert `tree_in_blocks`: return arrays of the shapes of `like`, in the dtype of their blocks."""
 
-    def one(x: Any, dim: int, blocks: jax.Array) -> jax.Array:
-        turned = from_blocks(blocks, _turned(x.shape, dim), largest)
-        return turned.reshape(x.shape) if dim == FLAT else jnp.moveaxis(turned, -1, dim)
+    def one(like: Any, dim: int, x: jax.Array) -> jax.Array:
+        shape = _turned(like.shape, dim)
+        rows = block_shape(shape, largest).rows
+        x = x.reshape(*x.shape[:-2], math.prod(x.shape[-2:]))[..., : rows * shape[-1]]
+        if rows > 1:
+            x = x.reshape(*x.shape[:-2], rows * x.shape[-2], shape[-1])[..., : shape[-2], :]
+        return x.reshape(like.shape) if dim == FLAT else jnp.moveaxis(x, -1, dim)
 
     return jax.tree.map(one, like, _dims_or_last(like, dims), blocks)
 
 
-def in_blocks(x: jax.Array, largest: int = BLOCK) -> jax.Array:
-    """Reshape an array (..., length) to (..., blocks, weights of a block), padding its rows with zeros."""
-    rows, count, size = block_shape(x.shape, largest)
-    if rows > 1:
-        x = _filled(x, -2, rows)
-        x = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows * x.shape[-1])
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])])
-    return x.reshape(*x.shape[:-1], count, size)
-
-
-def from_blocks(blocks: jax.Array, shape: tuple[int, ...], largest: int = BLOCK) -> jax.Array:
-    """Invert `in_blocks` for an array of that shape."""
-    rows = block_shape(shape, largest).rows
-    joined = blocks.reshape(*blocks.shape[:-2], math.prod(blocks.shape[-2:]))[..., : rows * shape[-1]]
-    if rows > 1:
-        joined = joined.reshape(*joined.shape[:-2], rows * joined.shape[-2], shape[-1])[..., : shape[-2], :]
-    return joined
+def _dims_or_last(tree: PyTree, dims: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.ndim - 1 if x.ndim else FLAT, tree) if dims is None else dims
 
 
 def windows_of(fragments: Fragments, params: PyTree) -> PyTree:
@@ -103,20 +92,9 @@ def block_counts(shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _hidden_last(x: jax.Array, dim: int) -> jax.Array:
-    return jnp.ravel(x) if dim == FLAT else jnp.moveaxis(x, dim, -1)
-
-
 def _turned(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Return the shape that `_hidden_last` gives an array of that shape."""
+    """Return the shape of an array whose dimension `dim` is moved to the end, or that is raveled."""
     return (math.prod(shape),) if dim == FLAT else (*shape[:dim], *shape[dim + 1 :], shape[dim])
-
-
-def _filled(x: jax.Array, dim: int, multiple: int) -> jax.Array:
-    """Pad a dimension with zeros to a multiple of `multiple`."""
-    padding = [(0, 0)] * x.ndim
-    padding[dim] = (0, -x.shape[dim] % multiple)
-    return jnp.pad(x, padding)
 
 
 def pack(numbers: jax.Array, bits: int) -> jax.Array:

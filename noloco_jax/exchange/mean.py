@@ -8,7 +8,6 @@ group sends its whole message to every other, by `lax.ppermute`; a `lax.switch` 
 the receivers at run time.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +16,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from noloco_jax.exchange import modulo
-from noloco_jax.exchange.axes import AxisName, ReplicaAxes, checked_axes, names_of, num_parts
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, checked_axes, names_of
 from noloco_jax.exchange.blocks import windows_of
-from noloco_jax.exchange.permute import permute
-from noloco_jax.exchange.routes import Routes, lower
+from noloco_jax.exchange.permute import joined, lower, permute
 from noloco_jax.exchange.wire import Wire, from_code, to_code
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.pairing import Pairing, senders_of
 from noloco_jax.outer.rule import Outgoing
+from noloco_jax.outer.transform import Exchange
 
 PyTree = Any
-# Float32 arrays of at least this many bytes travel alone, without a copy.
-ALONE = 2**27
 
 
 @dataclass(frozen=True)
-class MeanExchange:
-    """The mean over a replica and its senders: an `outer.transform.Exchange`.
+class MeanExchange(Exchange):
+    """The mean over a replica and its senders.
 
     Attributes:
       pairing: the groups or graphs of every draw; None for islands, whose exchange is elsewhere.
@@ -46,7 +43,7 @@ class MeanExchange:
     axis_name: AxisName
 
     def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[PyTree, PyTree]:
-        """Return the mean that this replica receives, and the windows to remember; see `outer.transform.Exchange`.
+        """Return the mean that this replica receives, and the windows to remember; see `Exchange`.
 
         Raises:
           ValueError: if there is no pairing, or the axes hold another number of replicas than it.
@@ -55,33 +52,43 @@ class MeanExchange:
             raise ValueError(
                 "noloco has no pairing, which only an Island does without: give RandomPairing(num_replicas)"
             )
-        message = outgoing.message
+        message, movement, windows = outgoing
         axes = checked_axes(message, self.axis_name, self.pairing.num_replicas)
         fragment, draw = fragments.of(number)
         index = self.pairing.pool_index(draw, fragment)
         senders, sizes = senders_of(self.pairing)
         largest = int(sizes.max())
         if largest == 1:
-            return message, outgoing.windows
+            return message, windows
         routes = [lower(senders[:, k], axes.num_devices, axes.num_slots) for k in range(largest - 1)]
         # The size of this replica's group, a number where all are equal: XLA may then multiply by its reciprocal.
         size = largest if (sizes == largest).all() else jnp.asarray(sizes)[index, axes.replica()]
-
         if largest == 2 and self.wire.exact:
-            others = send(message, routes[0], index, axes)
+            others = permute(message, routes[0], index, axes)
             return jax.tree.map(lambda x, other: (x + other) / 2, message, others), None
         dims = fragments.block_dims(message)
+
+        # The barriers make the sent and the locally used values one and the same rounding: a compiler may round twice.
         if isinstance(self.wire, modulo.Modulo):
-            return _pair_mean_in_windows(self.wire, outgoing, dims, number, routes[0], index, size, axes)
-        blocks = to_code(self.wire, message, dims)
-        # The sender must decode exactly what it sends: without the barrier a compiler may round twice, differently.
-        code = blocks if self.wire.exact else lax.optimization_barrier(jax.tree.map(self.wire.encode, blocks))
-        own, total = jax.tree.map(self.wire.decode, code), None
+            proposed = lax.optimization_barrier(modulo.propose(self.wire, message, movement, windows, dims))
+            windows = jax.tree.map(jnp.maximum, proposed, permute(proposed, routes[0], index, axes))
+            code = lax.optimization_barrier(modulo.encode_in(self.wire, message, windows, number, dims))
+            received = permute(code, routes[0], index, axes)
+            halves, remembered = modulo.correct_in(self.wire, code, received, windows, number, message, dims)
+            if not isinstance(size, int):  # a replica that is alone learns nothing of others, and keeps its windows
+                remembered = jax.tree.map(lambda new, old: jnp.where(size > 1, new, old), remembered, proposed)
+            return jax.tree.map(jnp.add, message, halves), remembered
+
+        leaves, structure = jax.tree.flatten(to_code(self.wire, message, dims))
+        blocks, cut = joined(leaves, axes, kept=1) if self.wire.takes_blocks else (leaves, list)
+        code = blocks if self.wire.exact else lax.optimization_barrier([*map(self.wire.encode, blocks)])
+        own, total = [*map(self.wire.decode, code)], None
         for route in routes:  # of those that a smaller group lacks, a replica is its own sender
-            others = jax.tree.map(self.wire.decode, send(code, route, index, axes))
-            differences = jax.tree.map(jnp.subtract, others, own)
-            total = differences if total is None else jax.tree.map(jnp.add, total, differences)
-        change = from_code(self.wire, jax.tree.map(lambda x: x / size, total), message, dims)
+            others = map(self.wire.decode, permute(code, route, index, axes))
+            differences = [*map(jnp.subtract, others, own)]
+            total = differences if total is None else [*map(jnp.add, total, differences)]
+        assert total is not None
+        change = from_code(self.wire, structure.unflatten(cut([x / size for x in total])), message, dims)
         return jax.tree.map(jnp.add, message, change), None
 
     def windows(self, params: PyTree, fragments: Fragments) -> PyTree:
@@ -90,18 +97,14 @@ class MeanExchange:
 
 
 @dataclass(frozen=True)
-class AllExchange:
-    """The mean over all replicas by an all-reduce: an `outer.transform.Exchange`. All receive the same bits."""
+class AllExchange(Exchange):
+    """The mean over all replicas by an all-reduce. All receive the same bits."""
 
     axis_name: AxisName
 
-    def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[PyTree, PyTree]:
-        """See `outer.transform.Exchange`."""
-        del number, fragments
+    def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[PyTree, None]:
+        """See `Exchange`."""
         return all_mean(outgoing.message, self.axis_name), None
-
-    def windows(self, params: PyTree, fragments: Fragments) -> None:
-        """Return None: there are none."""
 
 
 def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
@@ -111,49 +114,3 @@ def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
         if lax.axis_size(name) > 1:  # XLA's partitioner refuses an all-reduce over one device beside auto axes
             tree = lax.pmean(tree, name)
     return tree
-
-
-def send(tree: PyTree, routes: Routes, index: Any, axes: ReplicaAxes) -> PyTree:
-    """Give every replica the tree of its sender in entry `index` of the routes, in one buffer a message.
-
-    Arrays of one dtype are joined, float32 arrays of `ALONE` bytes or more excepted. Nothing is joined if nothing
-    leaves the device, or if joining would move data inside a replica that the partitioner shards.
-    """
-    if axes.num_devices == 1 or num_parts() > 1:
-        return permute(tree, routes, index, axes)
-    leaves, structure = jax.tree.flatten(tree)
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        is_alone = x.dtype == jnp.float32 and x.size * x.dtype.itemsize >= ALONE
-        groups.setdefault(i if is_alone else x.dtype, []).append(i)
-    joined = [jnp.concatenate([jnp.ravel(leaves[i]) for i in group]) for group in groups.values()]
-    for group, buffer in zip(groups.values(), permute(joined, routes, index, axes), strict=True):
-        start = 0
-        for i in group:
-            size = math.prod(leaves[i].shape)
-            leaves[i] = lax.slice_in_dim(buffer, start, start + size).reshape(leaves[i].shape)
-            start += size
-    return structure.unflatten(leaves)
-
-
-def _pair_mean_in_windows(
-    wire: modulo.Modulo,
-    outgoing: Outgoing,
-    dims: PyTree,
-    number: Any,
-    routes: Routes,
-    index: Any,
-    size: Any,
-    axes: ReplicaAxes,
-) -> tuple[PyTree, PyTree]:
-    """Return the mean of pairs through the modulo wire format, and the new windows of its blocks."""
-    message = outgoing.message
-    # The barriers, as in `MeanExchange.mean`, make the sent and the locally used values one and the same rounding.
-    proposed = lax.optimization_barrier(modulo.propose(wire, message, outgoing.movement, outgoing.windows, dims))
-    windows = jax.tree.map(jnp.maximum, proposed, send(proposed, routes, index, axes))
-    payload = lax.optimization_barrier(modulo.encode_in(wire, message, windows, number, dims))
-    received = send(payload, routes, index, axes)
-    halves, remembered = modulo.correct_in(wire, payload, received, windows, number, message, dims)
-    if not isinstance(size, int):  # a replica that is alone learns nothing of others, and keeps its windows
-        remembered = jax.tree.map(lambda new, old: jnp.where(size > 1, new, old), remembered, proposed)
-    return jax.tree.map(jnp.add, message, halves), remembered

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_sharded
 from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
+from noloco_jax.exchange.permute import joined
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import Number, Outgoing, at
+from noloco_jax.outer.transform import Exchange
 from noloco_jax.wires import CHUNK, ENTRY_BITS, SIZE_BYTES, kept_of, position_bits
 
 PyTree = Any
@@ -84,8 +85,8 @@ class SparseLoCo:
 
 
 @dataclass(frozen=True)
-class SparseExchange:
-    """The mean over all replicas of sparse messages: an `outer.transform.Exchange`. All receive the same bits.
+class SparseExchange(Exchange):
+    """The mean over all replicas of sparse messages. All receive the same bits.
 
     Attributes:
       top_k: entries kept of a chunk of 4096; proportionally fewer of smaller chunks.
@@ -97,22 +98,16 @@ class SparseExchange:
 
     def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[Sparse, None]:
         """Return the means of Q(TOP-k(message)), and the own one."""
-        del number
         axes = ReplicaAxes.bound(self.axis_name)
         message, dims = outgoing.message, fragments.block_dims(outgoing.message)
         warn_if_sharded(message, axes)
         chunks = jax.tree.map(lambda x: sparsified(x, self.top_k), tree_in_blocks(message, dims, CHUNK))
         codes, structure = jax.tree.flatten(jax.tree.map(lambda x: encode(x, self.top_k), chunks))
-        like = list(codes)
-        if axes.num_devices > 1 and num_parts() == 1:  # one buffer, unless that would move data inside a replica
-            codes = [jnp.concatenate([jnp.ravel(code) for code in codes])]
-        of_all = [_gathered(code, axes) for code in codes]
+        buffers, cut = joined(codes, axes)
+        of_all = [_gathered(buffer, axes) for buffer in buffers]
 
         def sent_by(replica: Any) -> PyTree:
-            sent = [of_one[replica] for of_one in of_all]
-            if len(sent) < len(like):
-                sent = jnp.split(sent[0], np.cumsum([code.size for code in like])[:-1])
-            sent = structure.unflatten([x.reshape(code.shape) for x, code in zip(sent, like, strict=True)])
+            sent = structure.unflatten(cut([of_one[replica] for of_one in of_all]))
             return jax.tree.map(lambda code, x: decode(code, x.shape[-1], self.top_k), sent, chunks)
 
         def plus(replica: Any, total: PyTree) -> PyTree:
@@ -122,9 +117,6 @@ class SparseExchange:
         total = lax.fori_loop(1, axes.num_replicas, plus, sent_by(0))
         mean = jax.tree.map(lambda x: x / axes.num_replicas, total)
         return Sparse(*(tree_from_blocks(tree, message, dims, CHUNK) for tree in (mean, chunks))), None
-
-    def windows(self, params: PyTree, fragments: Fragments) -> None:
-        """Return None: there are none."""
 
 
 def sparsified(chunks: jax.Array, top_k: int) -> jax.Array:

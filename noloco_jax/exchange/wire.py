@@ -1,7 +1,7 @@
 """Wire formats of messages: float32 as it is, or quantized to fewer bits."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,53 +13,33 @@ from noloco_jax.wires import BLOCK_BITS, MODULO_BITS, SCALE_BYTES
 PyTree = Any
 
 
-class Wire(Protocol):
-    """Wire format of arrays that are sent to another replica.
+@dataclass(frozen=True)
+class Wire:
+    """Wire format of arrays that are sent to another replica: here float32, unchanged.
 
     Attributes:
       name: name in `noloco_jax.wires`, which defines its sizes.
       exact: True if `decode` restores every value exactly.
-      takes_blocks: True if arrays must be in blocks (..., blocks, B), as from `blocks.in_blocks`.
+      takes_blocks: True if arrays must be in blocks (..., blocks, B), as from `blocks.tree_in_blocks`.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def exact(self) -> bool: ...
-
-    @property
-    def takes_blocks(self) -> bool: ...
+    name: str
+    exact: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = False
 
     def encode(self, x: jax.Array) -> jax.Array:
         """Return the payload of a float32 array."""
-        ...
-
-    def decode(self, code: jax.Array) -> jax.Array:
-        """Return Q(x), the decoded float32 array of a payload."""
-        ...
-
-
-class Float32:
-    """Arrays unchanged."""
-
-    name = "float32"
-    exact = True
-    takes_blocks = False
-
-    def encode(self, x: jax.Array) -> jax.Array:
         return x
 
     def decode(self, code: jax.Array) -> jax.Array:
+        """Return Q(x), the decoded float32 array of a payload."""
         return code
 
 
-class BFloat16:
+class BFloat16(Wire):
     """Real numbers rounded to bfloat16, two bytes each."""
 
-    name = "bfloat16"
     exact = False
-    takes_blocks = False
 
     def encode(self, x: jax.Array) -> jax.Array:
         # Sent as integers: a backend that cannot send bfloat16, like the CPU, would widen it to float32.
@@ -69,8 +49,7 @@ class BFloat16:
         return jax.lax.bitcast_convert_type(code, jnp.bfloat16).astype(jnp.float32)
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(Wire):
     """Block quantization: integers k of a few bits times a scale shared by a block, Q(x) = k · scale.
 
     scale = largest |x| of the block / (2^(bits−1) − 1), rounded to bfloat16, which has float32's range in half its
@@ -80,12 +59,8 @@ class Blocks:
 
     A block with a NaN or an infinity is decoded as non-finite values; other blocks are not affected. Values outside
     float32's normal range are decoded as zero or infinity.
-
-    Attributes:
-      name: "int8" or "int4".
     """
 
-    name: str
     exact = False
     takes_blocks = True
 
@@ -138,7 +113,8 @@ def from_code(wire: Wire, decoded: PyTree, like: PyTree, dims: PyTree = None) ->
 
 
 WIRES: dict[str, Wire | Modulo] = {
-    wire.name: wire for wire in (Float32(), BFloat16(), *map(Blocks, BLOCK_BITS), *map(Modulo, MODULO_BITS))
+    wire.name: wire
+    for wire in (Wire("float32"), BFloat16("bfloat16"), *map(Blocks, BLOCK_BITS), *map(Modulo, MODULO_BITS))
 }
 
 

@@ -55,7 +55,7 @@ class RandomNeighbours:
             )
         check_draws(seed, order, DRAWS, max_pool)
         self.num_replicas = num_replicas
-        self.degree = 0 if num_replicas == 1 else default_degree(num_replicas) if degree is None else degree
+        self.degree = (num_replicas - 1).bit_length() if degree is None or num_replicas == 1 else degree
         self.seed = seed
         self.order = order
         self.pool: tuple[Round, ...] = tuple(
@@ -66,11 +66,6 @@ class RandomNeighbours:
     def pool_index(self, draw: Any, fragment: Any = 0) -> Any:
         """Return the index in `pool` of a draw (0, 1, ...) of a fragment; see `Pairing`."""
         return drawn(len(self.pool), self.seed, self.order, draw, fragment)
-
-
-def default_degree(num_replicas: int) -> int:
-    """Return log2 N, rounded up."""
-    return (num_replicas - 1).bit_length()
 
 
 def _choices(number: int, size: int, seed: int, max_pool: int) -> tuple[tuple[int, ...], ...]:

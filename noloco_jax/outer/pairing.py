@@ -25,17 +25,15 @@ ORDERS = (*DRAWS, "hypercube")
 
 
 class Pairing(Protocol):
-    """Interface of a pairing, as an outer optimizer uses it."""
+    """Interface of a pairing, as an outer optimizer uses it.
 
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas N."""
-        ...
+    Attributes:
+      num_replicas: N.
+      pool: partitions of `range(N)` into groups.
+    """
 
-    @property
-    def pool(self) -> tuple[Round, ...]:
-        """Partitions of `range(N)` into groups."""
-        ...
+    num_replicas: int
+    pool: tuple[Round, ...]
 
     def pool_index(self, draw: Any, fragment: Any = 0) -> Any:
         """Return the index in `pool` of a draw (0, 1, ...) of a fragment: an int32 scalar, a pure function.

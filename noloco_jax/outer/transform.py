@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import jax
 import jax.core
@@ -18,10 +19,10 @@ from noloco_jax.schedule import SyncSchedule
 PyTree = Any
 
 
-class Exchange(Protocol):
+class Exchange:
     """Averaging of a replica's message over its group."""
 
-    def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[PyTree, PyTree]:
+    def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[Any, PyTree]:
         """Return the mean of the group's messages as this replica receives it, and the windows to remember, or None.
 
         Args:
@@ -29,11 +30,11 @@ class Exchange(Protocol):
           number: outer step, an int32 scalar.
           fragments: the fragments, of which the outer step exchanges one.
         """
-        ...
+        raise NotImplementedError
 
     def windows(self, params: PyTree, fragments: Fragments) -> PyTree:
         """Return the first `OuterState.windows`; None for an exchange that keeps none."""
-        ...
+        return None
 
 
 class OuterOptimizer(optax.GradientTransformationExtraArgs):
@@ -41,30 +42,21 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
 
     Attributes:
       steps: the rule, exchange, fragments and schedule that it was made of.
+      step: (params, state) -> (params, state): one outer step; with a delay its correction is stored, for `apply`.
+      solo: (params, state) -> (params, state, data to send): one outer step with the own message alone.
+      apply: (params, state, arrived, number) -> (params, state): a correction; without the last two a stored one.
     """
 
     steps: "OuterSteps"
+    step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
+    solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
+    apply: Callable[..., tuple[PyTree, OuterState]]
 
     def __new__(cls, init: Any, update: Any, steps: Any = None) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
-        if steps is not None:  # `copy` sets the attribute afterwards
-            made.steps = steps
+        if steps is not None:  # `copy` sets the attributes afterwards
+            made.steps, made.step, made.solo, made.apply = steps, steps.step, steps.solo, steps.apply
         return made
-
-    @property
-    def step(self) -> Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]:
-        """(params, state) -> (params, state): one outer step; with a delay its correction is stored, for `apply`."""
-        return self.steps.step
-
-    @property
-    def solo(self) -> Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]:
-        """(params, state) -> (params, state, data to send): one outer step with the own message alone."""
-        return self.steps.solo
-
-    @property
-    def apply(self) -> Callable[..., tuple[PyTree, OuterState]]:
-        """(params, state, arrived, number) -> (params, state): a correction; without the last two a stored one."""
-        return self.steps.apply
 
 
 @dataclass(frozen=True)
@@ -100,15 +92,13 @@ class OuterSteps:
 
     def step(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
         """Take outer step `state.num_outer_steps`: (params, state)."""
-        self._check(params, state)
-        number = shared(state.num_outer_steps)
+        number = self._checked(params, state)
         theta, state = self._step(params, state, number)
         return self._placed(params, theta, number), state
 
     def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
         """Take outer step `state.num_outer_steps` with the own message alone: (params, state, data to send)."""
-        self._check(params, state)
-        number = shared(state.num_outer_steps)
+        number = self._checked(params, state)
         theta, state, outgoing = self._solo(params, state, number)
         return self._placed(params, theta, number), state, outgoing
 
@@ -123,20 +113,17 @@ class OuterSteps:
             stored, if there is one; for a delay. One that is pending at its fragment's next outer step is applied then.
           number: its outer step.
         """
-        self._check(params, state)
-        if arrived is None:
-            if state.delayed is None:
-                raise ValueError(
-                    "there is no stored correction without a delay: give the correction and its outer step"
-                )
-            number = shared(state.delayed.num_applied)
-            theta, state = self._apply_stored(params, state, number, shared(state.num_outer_steps) - 1)
-            return self._placed(params, theta, number), state
-        theta, rule = self._taken(params, state, number)
-        theta, rule = self.rule.correct(rule, theta, arrived.correction, self.fragments.of(number)[1])
-        state = self._with(params, state, rule, arrived.windows, number)
-        if state.delayed is not None:
-            state = state._replace(delayed=state.delayed._replace(num_applied=state.delayed.num_applied + 1))
+        num_outer_steps, delayed = self._checked(params, state), state.delayed
+        if arrived is not None:
+            theta, rule = self._taken(params, state, number)
+            theta, rule = self.rule.correct(rule, theta, arrived.correction, self.fragments.of(number)[1])
+            if delayed is not None:
+                state = state._replace(delayed=delayed._replace(num_applied=delayed.num_applied + 1))
+            return self._placed(params, theta, number), self._with(params, state, number, rule, arrived.windows)
+        if delayed is None:
+            raise ValueError("there is no stored correction without a delay: give the correction and its outer step")
+        number = shared(delayed.num_applied)
+        theta, state = self._apply_stored(params, state, number, num_outer_steps - 1)
         return self._placed(params, theta, number), state
 
     def exchanged(self, outgoing: Outgoing, number: Any) -> Arrived:
@@ -150,7 +137,7 @@ class OuterSteps:
         params = state.delayed.correction
         correction = self.fragments.put(params, arrived.correction, number)
         state = state._replace(delayed=state.delayed._replace(correction=correction))
-        return self._with_windows(params, state, arrived.windows, number)
+        return self._with(params, state, number, None, arrived.windows)
 
     def update(
         self,
@@ -163,7 +150,17 @@ class OuterSteps:
     ) -> tuple[PyTree, OuterState]:
         """Return updates that end on the outer step's result when one is due, and pass through otherwise."""
         del extra_args
-        self._check_update(state, params, sync)
+        if params is None:
+            raise ValueError("the outer update needs the parameters: call update(updates, state, params)")
+        if isinstance(sync, jax.core.Tracer):
+            raise TypeError(
+                "sync is traced: give True or False, for two programs, or None to use the schedule by the step counter"
+            )
+        if sync is not None and self.schedule.delay:
+            raise ValueError(
+                "sync is set, and with a delay the update uses its step counter: leave sync out, or call step and apply"
+            )
+        first = self._checked(params, state)
         state = state._replace(count=jnp.asarray(optax.safe_increment(state.count)))
         if sync is not None and not sync:
             return updates, state
@@ -171,31 +168,27 @@ class OuterSteps:
         # Narrow updates would round φ − θ, and each replica would end beside φ, at a different place.
         updates = jax.tree.map(lambda u: jnp.asarray(u, jnp.float32), updates)
 
-        def landing(updates: PyTree, theta: PyTree, number: Any) -> PyTree:
-            before = self.fragments.take(params, number)
-            return self.fragments.put(updates, jax.tree.map(_difference, theta, before), number)
+        def run(act: Callable[..., tuple[PyTree, OuterState]], updates: PyTree, state: OuterState, number: Any, *args):
+            """Return the updates that end on the result of `act`, an outer step or a correction, and the state."""
+            moved = jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), params, updates)  # θ
+            theta, state = act(moved, state, number, *args)
+            landing = jax.tree.map(_difference, theta, self.fragments.take(params, number))
+            return self.fragments.put(updates, landing, number), state
 
-        def take(updates: PyTree, state: OuterState, number: Any, last: Any) -> tuple[PyTree, OuterState]:
-            del last
-            theta, state = self._step(_moved(params, updates), state, number)
-            return landing(updates, theta, number), state
+        def run_if(is_due: Any, act: Any, *operands: Any) -> tuple[PyTree, OuterState]:
+            return jax.lax.cond(is_due, partial(run, act), lambda updates, state, *_: (updates, state), *operands)
 
-        def apply(updates: PyTree, state: OuterState, number: Any, last: Any) -> tuple[PyTree, OuterState]:
-            theta, state = self._apply_stored(_moved(params, updates), state, number, last)
-            return landing(updates, theta, number), state
-
-        first = shared(state.num_outer_steps)
         if sync is not None:
-            return take(updates, state, first, None)
+            return run(self._step, updates, state, first)
         count, most = shared(state.count), self.schedule.most
         if state.delayed is not None:
             oldest = shared(state.delayed.num_applied)
             waiting = first - oldest - self.schedule.on_the_way(count)
             for i in range(most):
-                updates, state = _if_due(i < waiting, apply, updates, state, oldest + i, first - 1)
+                updates, state = run_if(i < waiting, self._apply_stored, updates, state, oldest + i, first - 1)
         due = shared(jnp.asarray(self.schedule.due(count), count.dtype))  # `sync_every` may be injected, and batched
         for i in range(most):
-            updates, state = _if_due(i < due, take, updates, state, first + i, first)
+            updates, state = run_if(i < due, self._step, updates, state, first + i)
         return updates, state
 
     def _step(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, OuterState]:
@@ -205,25 +198,22 @@ class OuterSteps:
             return theta, self.store(state, self.exchanged(outgoing, number), number)
         theta, rule = self._taken(params, state, number)
         outgoing = self._outgoing(params, state, theta, rule, number)
-        mean, windows = self.exchange.mean(outgoing, number, self.fragments)
-        theta, rule = self.rule.receive(rule, outgoing.message, mean, self.fragments.of(number)[1])
-        state = self._with(params, state, rule, windows, number)
-        return theta, state._replace(num_outer_steps=state.num_outer_steps + 1)
+        return self._received(
+            params, state, rule, outgoing, self.exchange.mean(outgoing, number, self.fragments), number
+        )
 
     def _solo(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, OuterState, Outgoing]:
         theta, rule = self._taken(params, state, number)
         if state.delayed is not None:  # which holds one correction a fragment, so the previous one is applied first
             theta, rule, state = self._corrected(theta, rule, state, number, number - self.fragments.count)
         outgoing = self._outgoing(params, state, theta, rule, number)
-        theta, rule = self.rule.receive(rule, outgoing.message, outgoing.message, self.fragments.of(number)[1])
-        state = self._with(params, state, rule, None, number)
-        return theta, state._replace(num_outer_steps=state.num_outer_steps + 1), outgoing
+        return *self._received(params, state, rule, outgoing, (outgoing.message, None), number), outgoing
 
     def _apply_stored(self, params: PyTree, state: OuterState, number: Any, last: Any) -> tuple[PyTree, OuterState]:
         """Apply the stored correction of outer step `number` if that is `last` or an earlier one."""
         theta, rule = self._taken(params, state, number)
         theta, rule, state = self._corrected(theta, rule, state, number, last)
-        return theta, self._with(params, state, rule, None, number)
+        return theta, self._with(params, state, number, rule)
 
     def _corrected(
         self, theta: PyTree, rule: Any, state: OuterState, number: Any, last: Any
@@ -248,22 +238,30 @@ class OuterSteps:
         windows = self.fragments.take(state.windows, number, like=params)
         return Outgoing(message, self.rule.movement(rule, theta), windows)
 
+    def _received(
+        self, params: PyTree, state: OuterState, rule: Any, outgoing: Outgoing, exchanged: tuple, number: Any
+    ) -> tuple[PyTree, OuterState]:
+        """Return the fragment's new θ and the state from the mean and the windows that an exchange gave."""
+        mean, windows = exchanged
+        theta, rule = self.rule.receive(rule, outgoing.message, mean, self.fragments.of(number)[1])
+        state = self._with(params, state, number, rule, windows)
+        return theta, state._replace(num_outer_steps=state.num_outer_steps + 1)
+
     def _taken(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, Any]:
         """Return θ and the rule's state of the fragment of outer step `number`, in float32."""
-        return computed(self.fragments.take(params, number)), _each(
-            lambda tree: computed(self.fragments.take(tree, number)), state.rule
-        )
+        theta, *rule = (computed(self.fragments.take(tree, number)) for tree in (params, *state.rule))
+        return theta, type(state.rule)(*rule)
 
-    def _with(self, params: PyTree, state: OuterState, rule: Any, windows: PyTree, number: Any) -> OuterState:
-        """Return the state with the fragment's part of the rule's state, and of the windows, if there are any."""
-        kept = stored(rule, self.state_dtype, number)
-        state = state._replace(rule=_each(lambda tree, part: self.fragments.put(tree, part, number), state.rule, kept))
-        return self._with_windows(params, state, windows, number)
-
-    def _with_windows(self, params: PyTree, state: OuterState, windows: PyTree, number: Any) -> OuterState:
-        if windows is None:
-            return state
-        return state._replace(windows=self.fragments.put(state.windows, windows, number, like=params))
+    def _with(
+        self, params: PyTree, state: OuterState, number: Any, rule: Any = None, windows: PyTree = None
+    ) -> OuterState:
+        """Return the state with the fragment's part of the rule's state, and of the windows, where they are given."""
+        if rule is not None:
+            parts = zip(state.rule, stored(rule, self.state_dtype, number), strict=True)
+            state = state._replace(rule=type(rule)(*(self.fragments.put(tree, part, number) for tree, part in parts)))
+        if windows is not None:
+            state = state._replace(windows=self.fragments.put(state.windows, windows, number, like=params))
+        return state
 
     def _placed(self, params: PyTree, theta: PyTree, number: Any) -> PyTree:
         """Return the parameters with the fragment θ, in their dtypes."""
@@ -272,54 +270,18 @@ class OuterSteps:
         # A caller may donate both parameters and state, so they must not share a buffer.
         return jax.tree.map(lambda x, p: jnp.array(x, p.dtype, copy=True), theta, params)
 
-    def _check(self, params: PyTree, state: Any) -> None:
+    def _checked(self, params: PyTree, state: Any) -> Any:
+        """Return the number of the next outer step, after checks of parameters and state."""
         check_leaves(params)
         check_varying(params, self.axis_names)
         expected = jax.eval_shape(self.init, params)
-        if _form(state) != _form(expected):
+        same = jax.tree.structure(state) == jax.tree.structure(expected)
+        if not same or [*map(jnp.shape, jax.tree.leaves(state))] != [x.shape for x in jax.tree.leaves(expected)]:
             raise ValueError(
                 "the state was made for other parameters, or by an outer optimizer with other settings (a delay, a "
                 "modulo wire format, another method): give what it was made with, or make a new one by init(params)"
             )
-
-    def _check_update(self, state: Any, params: PyTree | None, sync: Any) -> None:
-        if params is None:
-            raise ValueError("the outer update needs the parameters: call update(updates, state, params)")
-        if isinstance(sync, jax.core.Tracer):
-            raise TypeError(
-                "sync is traced: give True or False, for two programs, or None to use the schedule by the step counter"
-            )
-        if sync is not None and self.schedule.delay:
-            raise ValueError(
-                "sync is set, and with a delay the update uses its step counter: leave sync out, or call step and apply"
-            )
-        self._check(params, state)
-
-
-def outer_optimizer(steps: OuterSteps) -> OuterOptimizer:
-    """Return the transform of these outer steps."""
-    return OuterOptimizer(steps.init, steps.update, steps)
-
-
-def _form(tree: PyTree) -> tuple[Any, tuple]:
-    """Return the structure and the shapes of a tree."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(jnp.shape(leaf) for leaf in leaves)
-
-
-def _each(fn: Any, state: Any, *others: Any) -> Any:
-    """Map a function over the trees of a rule's state, a named tuple or ()."""
-    return type(state)(*map(fn, state, *others))
-
-
-def _if_due(is_due: Any, act: Any, *operands: Any) -> tuple[PyTree, OuterState]:
-    """Return the updates and the state, the first two operands, passed through `act` if it is due."""
-    return jax.lax.cond(is_due, act, lambda updates, state, number, last: (updates, state), *operands)
-
-
-def _moved(params: PyTree, updates: PyTree) -> PyTree:
-    """Return θ, the parameters after the inner optimizer's updates."""
-    return jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), params, updates)
+        return shared(state.num_outer_steps)
 
 
 def _difference(target: jax.Array, x: jax.Array) -> jax.Array:

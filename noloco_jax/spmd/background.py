@@ -22,7 +22,6 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import has_delay
 from noloco_jax.outer.rule import Arrived, Outgoing
 from noloco_jax.spmd import sharding
-from noloco_jax.spmd.compile import without_cache
 from noloco_jax.spmd.offload import from_rest
 from noloco_jax.spmd.programs import Programs, build_outer, outer_axes, over_mesh
 from noloco_jax.spmd.sharding import SLOT
@@ -166,8 +165,7 @@ def background_arguments(background: BackgroundPrograms, programs: Programs) -> 
 def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
     """Compile the programs for the run's shapes; the outer state they take and return is at rest."""
     arguments = background_arguments(background, programs)
-    with without_cache():  # which must not hold the programs of the hosts, and the others are small
-        compiled = {name: getattr(background, name).lower(*shapes).compile() for name, shapes in arguments.items()}
+    compiled = {name: getattr(background, name).lower(*shapes).compile() for name, shapes in arguments.items()}
     solo, store = (from_rest(compiled[name], programs) for name in ("solo", "store"))
     return replace(background, solo=solo, store=store, exchange=compiled["exchange"])
 

@@ -1,21 +1,15 @@
-"""Compilation of a run's programs before its first step, so that no step's time includes a compilation.
+"""Compilation of a run's programs before its first step, so that no step's time includes a compilation."""
 
-JAX's persistent compilation cache must not hold programs of several CPU devices: loaded from it they end in NaN, in a
-damaged heap, or wait for ever (jaxlib 0.10 and 0.12). It seems that XLA's CPU client no longer keeps the order of their
-collectives, and two devices that run two of them in different orders take one message for the other.
-"""
-
-import contextlib
 import dataclasses
+import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig
@@ -24,6 +18,8 @@ from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs
 
 PROGRAMS = (*("share_batch", "inner_step", "outer_step", "correct_step", "evaluate", "merge", "spread"),)
+_KEPT_BYTES = 2**32  # of the compilation cache, which then leaves out what was used least recently
+_SHORTEST_KEPT = 0.1  # seconds that a program compiles if it is kept
 FIRST_WEIGHTS = "init"  # the program that draws random initial weights
 
 
@@ -80,36 +76,22 @@ def arguments_of(programs: Programs) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def may_be_cached(mesh: Mesh) -> bool:
-    """Return False for a mesh whose programs must not be loaded from JAX's persistent compilation cache."""
-    return mesh.size == 1 or mesh.devices.flat[0].platform != "cpu"
+def keep_programs() -> None:
+    """Let JAX's compilation cache keep what this process compiles for later starts, in the user's cache directory.
+
+    JAX_COMPILATION_CACHE_DIR names another folder. JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
+    """
+    if not _setting("jax_enable_compilation_cache") or _setting("jax_compilation_cache_dir") is not None:
+        return
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    jax.config.update("jax_compilation_cache_dir", os.path.join(caches, "noloco_jax", "programs"))
+    jax.config.update("jax_compilation_cache_max_size", _KEPT_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST_KEPT)
+    compilation_cache.reset_cache()  # JAX reads the settings at its first compilation alone
 
 
-def leave_out_cache() -> bool:
-    """Turn the persistent cache off for all that this process compiles from now on; return whether it was on."""
-    was_on = _is_cache_on() and getattr(jax.config, "jax_compilation_cache_dir") is not None  # noqa: B009
-    _set_cache(False)
-    return was_on
-
-
-@contextlib.contextmanager
-def without_cache() -> Iterator[None]:
-    """Compile without the persistent cache in this context."""
-    was_on = _is_cache_on()
-    _set_cache(False)
-    try:
-        yield
-    finally:
-        _set_cache(was_on)
-
-
-def _is_cache_on() -> bool:
-    return getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009, as JAX declares no such attribute
-
-
-def _set_cache(is_on: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", is_on)
-    compilation_cache.reset_cache()  # JAX reads the setting only at its first compilation
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)  # JAX declares no such attribute
 
 
 def _compiled(

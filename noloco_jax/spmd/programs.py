@@ -195,10 +195,10 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
 
 def build_outer(config: TrainConfig, axis_name: AxisName = REPLICAS) -> OuterOptimizer | None:
     """Build the outer optimizer of a run's method, for replicas on these axes; None for methods without."""
-    make = method_of(config).outer_optimizer
-    if make is None:
+    method = method_of(config)
+    if not method.has_outer_steps:
         return None
-    return make(config, axis_name, sharding.fragments_of(config.model, config.outer.fragments))
+    return method.outer_optimizer(config, axis_name, sharding.fragments_of(config.model, config.outer.fragments))
 
 
 def over_mesh(

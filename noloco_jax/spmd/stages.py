@@ -1,8 +1,9 @@
 """Parameters shared by a replica's pipeline stages: the vocabulary, sharded over them, and what each has a copy of.
 
-Vocabulary parallelism (arXiv 2411.05288): V is padded to V' tokens, a multiple of 8 S, and each of the S stages holds
-V'/S rows of the embedding and V'/S columns of the head. The tokens from V on are padding and stay zero: no position
-looks them up, and no softmax counts them. The last norm's weight is small, so every stage holds a copy.
+Vocabulary parallelism (arXiv 2411.05288): V is padded to V' tokens, a multiple of 8 S and at least 32 S, and each of
+the S stages holds V'/S rows of the embedding and V'/S columns of the head. The tokens from V on are padding and stay
+zero: no position looks them up, and no softmax counts them. The last norm's weight is small, so every stage holds a
+copy.
 """
 
 from collections.abc import Mapping
@@ -22,12 +23,12 @@ def padded_vocab_size(vocab_size: int, mesh_shape: Mapping[str, int]) -> int:
     """Return V', the padded vocabulary of a run on a mesh of this shape.
 
     With several stages it is also a multiple of the `tensor` devices that shard a stage's part. Each part is a multiple
-    of 8, so that the blocks of a wire format lie as in whole tables (`wires.block_shape`).
+    of 8 and at least 32, so that the blocks of a wire format lie as in whole tables (`wires.block_shape`).
     """
     if mesh_shape["stage"] == 1:
         return vocab_size
     multiple = 8 * mesh_shape["stage"] * mesh_shape["tensor"]
-    return -(-vocab_size // multiple) * multiple
+    return -(-max(vocab_size, 32 * mesh_shape["stage"]) // multiple) * multiple
 
 
 def vocabulary_axis(model: ModelConfig, path: tuple[Any, ...]) -> int | None:

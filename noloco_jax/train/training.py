@@ -32,7 +32,7 @@ from noloco_jax.metrics.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricWr
 from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
-from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs, leave_out_cache, may_be_cached
+from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs, keep_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.train.banner import banner_rows
@@ -224,10 +224,7 @@ def _begins_again(console: Console, stop: Stop) -> int:
 
 
 def _compile(config: TrainConfig, programs: Programs, mode: Mode, console: Console, *, draws_weights: bool) -> Programs:
-    if not may_be_cached(programs.mesh) and leave_out_cache():
-        console.print(
-            "JAX's compilation cache is left out, as XLA loads programs of several CPU devices wrongly from it"
-        )
+    keep_programs()
     started = time.perf_counter()
     needed = [name for name in PROGRAMS if name not in mode.unused]
     with told_if_slow("still compiling", console.print):

@@ -119,7 +119,7 @@ def test_a_refused_block_converges_within_60_rounds():
 
 @pytest.mark.parametrize("values", [(0.0, 1.0), (0.5, 0.25), (-1.0, 1.0), (0.0, 251.0)])
 def test_no_difference_passes_the_check_for_long(values):
-    """Issue 52, item 4: one of a multiple of 256 windows had a check byte of 0 and was accepted for ever."""
+    """One of a multiple of 256 windows had a check byte of 0 and was accepted for ever."""
     outer = nj.noloco(nj.RandomPairing(2), 1.0, 0.0, 1.0, wire="modulo4")
     params: Any = {"w": jnp.stack([jnp.full((4, 64), value) for value in values])}
     state: Any = jax.vmap(outer.init)(params)

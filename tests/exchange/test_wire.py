@@ -13,7 +13,7 @@ import noloco_jax as nj
 from noloco_jax.exchange.blocks import pack, unpack
 from noloco_jax.exchange.wire import WIRES, from_code, to_code
 from support.exchanges import exchange_of
-from support.layouts import axis_of, compiled, messages, over_replicas, random_tree, state_at_start
+from support.layouts import axis_of, compiled, over_replicas, random_tree, state_at_start
 from support.oracle import group_mean as oracle_mean
 from support.oracle import noloco_step
 from support.wires import BITS, ROUNDED, grid_steps
@@ -47,15 +47,6 @@ def heavy_tailed(*shape):
     x = (rng.standard_t(1, size=shape) * 10.0 ** rng.integers(-6, 3, size=shape)).astype(np.float32)
     x[..., 64:200] = 0
     return x
-
-
-@pytest.mark.parametrize(("d", "slots", "number"), [(8, 1, 7), (4, 2, 3)])
-def test_all_weights_go_in_one_message_a_round(d, slots, number):
-    params = random_tree(0, 8)
-    size = sum(x[0].size for x in params.values())
-    tx = nj.noloco(nj.RandomPairing(8), sync_every=1, axis_name=axis_of((d, slots)))
-    hlo = compiled(over_replicas(tx.update, (d, slots)), params, state_at_start(8, params, params), params)
-    assert messages(hlo) == [size * slots] * number  # one for every pattern that a round may have
 
 
 @every_rounding_wire
@@ -172,7 +163,7 @@ def test_packed_numbers_fill_their_bits_and_unpack_unchanged(bits):
     np.testing.assert_array_equal(unpack(packed, bits), numbers)
 
 
-@pytest.mark.parametrize(("wire", "operand"), [("bfloat16", "u16[13]"), ("int8", "u8[40]"), ("int4", "u8[24]")])
+@pytest.mark.parametrize(("wire", "operand"), [("bfloat16", "u16[13]"), ("int8", "u8[4,10]"), ("int4", "u8[4,6]")])
 def test_all_weights_go_in_one_message_of_the_wires_payload_size(wire, operand):
     """Three rows of 4 weights and one of 1: 13 of bfloat16; a block of 8 for each row, with two bytes of scale."""
     params = random_tree(0, 8)

@@ -151,27 +151,6 @@ def test_a_round_sends_the_weights_once_to_each_neighbour_and_nothing_else(degre
     assert len(messages(hlo)) <= degree * 7  # a branch for each shift
 
 
-@pytest.mark.parametrize(
-    ("make", "complaint"),
-    [
-        (lambda: nj.RandomNeighbours(4, 4), "degree is 4 with num_replicas 4: choose from 1 to 3"),
-        (lambda: nj.RandomNeighbours(4, 0), "degree is 0 with num_replicas 4: choose from 1 to 3"),
-        (lambda: nj.RandomNeighbours(0), "num_replicas is 0"),
-        (lambda: nj.RandomNeighbours(4, order="often"), "order is 'often'"),
-        (lambda: nj.epidemic(nj.RandomNeighbours(4), wire="modulo4"), "wire='modulo4' is for pairs"),
-        (lambda: nj.epidemic(nj.RandomNeighbours(4), sync_every=0), "sync_every is 0"),
-    ],
-)
-def test_invalid_settings_are_refused(make, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        make()
-
-
-def test_neighbours_for_a_different_number_of_replicas_are_refused():
-    with pytest.raises(ValueError, match="the pairing is of 4 replicas, axis 'replica' holds 8"):
-        jax.vmap(nj.epidemic(nj.RandomNeighbours(4)).step, axis_name="replica")(tree(0), start())
-
-
 def test_every_replica_receives_from_every_other_within_a_pass():
     heard = {(i, j) for graph in nj.RandomNeighbours(7, 2).pool for i, *senders in graph for j in senders}
     assert heard == set(itertools.permutations(range(7), 2))

@@ -248,7 +248,7 @@ def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_st
 
 
 def test_a_late_correction_has_the_gain_of_its_own_round():
-    """Issue 52, section 5: outer step 1 is of round 0, and step 2, taken meanwhile, of round 1."""
+    """Outer step 1 is of round 0, and step 2, taken meanwhile, of round 1."""
     alphas = jnp.array([0.3, 0.9])
     outer = nj.diloco(0.7, lambda round: alphas[round], nesterov=True, fragments=2, delay=1)
     step, apply = (jax.jit(jax.vmap(one, axis_name="replica")) for one in (outer.step, outer.apply))
@@ -326,7 +326,7 @@ PAIRINGS = {
 
 @pytest.mark.parametrize("pairing", PAIRINGS.values(), ids=PAIRINGS)
 def test_fragments_draw_pairings_of_their_own(pairing):
-    """Issue 52, item 2: with a cyclic order all fragments met the same partner."""
+    """With a cyclic order all fragments met the same partner."""
     draws = {tuple(int(pairing.pool_index(draw, fragment)) for draw in range(16)) for fragment in range(4)}
     assert len(draws) == 4
     traced = jax.jit(pairing.pool_index)(jnp.int32(5), jnp.int32(3))

@@ -199,14 +199,6 @@ def test_no_two_arrays_of_a_fresh_state_share_a_buffer(settings):
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
 
 
-@both
-def test_an_update_without_parameters_is_an_error(make):
-    tx = make(1)
-    params = {"w": jnp.zeros(3)}
-    with pytest.raises(ValueError, match="needs the parameters"):
-        tx.update(params, tx.init(params))
-
-
 def loss_fn(params, x, y):
     return jnp.mean((x @ params["w"] - y) ** 2)
 

@@ -1,6 +1,7 @@
 """Unusual but legitimate code of an outside user: it does the right thing, or says what is wrong."""
 
 import copy
+import functools
 import warnings
 from functools import partial
 from typing import Any
@@ -37,13 +38,6 @@ def test_sync_accepts_numpy_booleans():
         assert_trees_close(*steps)
     passed, _ = vmapped(tx, sync=np.False_)(updates, state, params)
     assert_trees_close(passed, updates, atol=0, rtol=0)
-
-
-def test_a_traced_sync_is_refused_with_the_alternatives():
-    tx, params = noloco(), random_tree(0, N)
-    step = jax.vmap(lambda sync: tx.update(params, tx.init(params), params, sync=sync), axis_name="replica")
-    with pytest.raises(TypeError, match="sync is traced: give True or False, for two programs, or None"):
-        jax.eval_shape(step, jnp.ones(N, bool))
 
 
 @pytest.mark.parametrize("sync", [None, False, True])
@@ -110,28 +104,6 @@ def test_replicas_may_span_several_axes_or_a_tuple_of_one_axis(axis_name):
     assert_trees_close(actual, expected)
 
 
-def test_a_vmap_axis_before_a_mesh_axis_is_refused_with_the_right_order():
-    outer = noloco(axis_name=("slot", "replica"))
-    specs = {"in_specs": P("replica"), "out_specs": P("replica"), "check_vma": False}
-    block = jax.shard_map(jax.vmap(outer.step, axis_name="slot"), mesh=mesh_of(2), **specs)
-    params = random_tree(0, N)
-    with pytest.raises(ValueError, match="on axes of a mesh and then on at most one vmap axis, and here 'slot'"):
-        jax.eval_shape(block, params, jax.vmap(noloco().init)(params))
-
-
-def test_mesh_axes_in_another_order_than_the_meshs_are_refused():
-    """JAX numbers the devices of a tuple of axes in the mesh's order, whatever the tuple's."""
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    outer, params = nj.noloco(nj.RandomPairing(8), axis_name=("y", "x")), jnp.ones((8, 2))
-
-    def step(params, state):
-        return jax.tree.map(lambda x: x[None], outer.step(*jax.tree.map(lambda x: x[0], (params, state))))
-
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(("y", "x")), out_specs=P(("y", "x")))
-    with pytest.raises(ValueError, match=r"another order than the mesh.*give \('x', 'y'\)"):
-        jax.eval_shape(mapped, params, jax.eval_shape(jax.vmap(outer.init), params))
-
-
 @pytest.mark.parametrize("other", [{"wire": "modulo4"}, {"delay": 1}], ids=["modulo4", "delay"])
 @pytest.mark.parametrize("was_made_with", [True, False])
 def test_a_state_of_other_settings_is_refused(other, was_made_with):
@@ -171,21 +143,6 @@ def test_a_state_made_inside_shard_map_serves_as_one_made_outside(settings):
     expected = jax.jit(jax.vmap(steps, axis_name="replica"))(one, two, jax.vmap(outer.init)(one))
     batched = jax.tree.map(lambda x: x[:, None], (one, two))
     assert_trees_close(jax.tree.map(lambda x: x[:, 0], inside(*batched)), expected)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"), [(noloco, "outer_lr"), (nj.diloco, "outer_momentum"), (nj.sparseloco, "error_decay")]
-)
-def test_a_text_in_the_place_of_a_number_is_refused(make: Any, name):
-    with pytest.raises(TypeError, match="is a text: give a number"):
-        make(**{name: "0.7"})
-
-
-@pytest.mark.parametrize("every", [2.5, lambda step: 1.0 + 0 * step], ids=["a number", "a schedule"])
-def test_an_injected_sync_every_that_is_no_integer_is_refused(every):
-    tx, params = optax.inject_hyperparams(nj.diloco)(sync_every=every), jnp.zeros(2)
-    with pytest.raises(TypeError, match="it must be an integer"):
-        jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
 
 
 @pytest.mark.parametrize("make", [noloco, nj.diloco])
@@ -256,18 +213,6 @@ def test_an_injected_sync_every_keeps_outer_steps_conditional():
         assert_trees_close(updates, expected)
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [({"fragments": 2}, "fragments"), ({"delay": 1}, "delay"), ({"delay": 1, "static_args": "delay"}, "sync_every")],
-)
-def test_a_traced_setting_that_must_be_static_is_refused_by_name(settings, name):
-    static = settings.pop("static_args", ())
-    tx: Any = optax.inject_hyperparams(nj.noloco, static_args=static)(nj.RandomPairing(N), sync_every=2, **settings)
-    params = random_tree(0, N)
-    with pytest.raises(TypeError, match=f"{name} is traced.* static_args"):
-        jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
-
-
 MAKERS: dict[str, Any] = {
     "noloco": noloco,
     "int8": lambda **settings: noloco(wire="int8", **settings),
@@ -304,38 +249,12 @@ def test_a_copied_transform_takes_the_same_outer_steps(make, copied):
 
 
 @pytest.mark.parametrize(
-    ("leaf", "message"),
-    [
-        (np.zeros(2, np.int32), r"\['w'\] is of int32 and has no mean over replicas.*optax.masked"),
-        (np.zeros(2, bool), r"\['w'\] is of bool and has no mean"),
-        (0.5, r"\['w'\] is a Python float: give an array, such as jnp.asarray\(0.5\)"),
-        (jax.random.key(0), r"\['w'\] is a PRNG key and has no mean over replicas: keep it out of the parameters"),
-        (np.zeros(2), r"\['w'\] is of float64 and outer steps compute in float32: convert it to float32"),
-        (np.zeros(2, np.complex64), r"\['w'\] is of complex64 and outer steps compute in float32"),
-    ],
-    ids=["integers", "booleans", "a Python float", "a PRNG key", "float64", "complex"],
-)
-def test_leaves_that_have_no_mean_are_refused_by_name(leaf, message):
-    """Issue 52, item 28: in one clear line, at `init` already."""
-    for call in (noloco().init, lambda params: noloco().step(params, None)):
-        with pytest.raises(TypeError, match=message):
-            call({"a": np.zeros(2, np.float32), "w": leaf})
-
-
-def test_a_stored_correction_without_a_delay_is_refused():
-    params = random_tree(0, N)
-    state = jax.vmap(noloco().init)(params)
-    with pytest.raises(ValueError, match="no stored correction without a delay"):
-        jax.eval_shape(jax.vmap(noloco().apply, axis_name="replica"), params, state)
-
-
-@pytest.mark.parametrize(
     "make",
     [noloco, nj.diloco, nj.sparseloco, lambda: nj.epidemic(nj.RandomNeighbours(N))],
     ids=["noloco", "diloco", "sparseloco", "epidemic"],
 )
 def test_a_step_without_an_axis_of_replicas_says_where_it_runs(make):
-    """Issue 52, item 28: the commonest mistake, of which JAX says "unbound axis name: replica"."""
+    """The commonest mistake, of which JAX says "unbound axis name: replica"."""
     outer, params = make(), {"w": jnp.ones(8)}
     with pytest.raises(NameError, match=r"'replica'.*runs inside jax.vmap.*or jax.shard_map.*or pass axis_name="):
         outer.step(params, outer.init(params))
@@ -367,25 +286,6 @@ def test_seeds_may_be_batched_around_the_replicas():
         assert_trees_close(jax.tree.map(lambda x, seed=seed: x[seed], updates), own)
 
 
-@pytest.mark.parametrize("pairing", [nj.RandomNeighbours(4), 4, "pairs"])
-def test_what_is_no_pairing_is_refused(pairing):
-    with pytest.raises(TypeError, match=r"pairing is \w+: give groups of replicas, such as nj.RandomPairing\(N\)"):
-        nj.noloco(pairing)
-
-
-@pytest.mark.parametrize("neighbours", [nj.RandomPairing(4), 4])
-def test_what_is_no_graph_is_refused(neighbours):
-    with pytest.raises(TypeError, match=r"neighbours is \w+: give graphs, such as nj.RandomNeighbours\(N\)"):
-        nj.epidemic(neighbours)
-
-
-def test_an_injected_top_k_is_refused_with_what_to_do():
-    tx = optax.inject_hyperparams(nj.sparseloco)(outer_lr=0.7, sync_every=4)
-    params = {"w": jnp.ones((2, 8))}
-    with pytest.raises(TypeError, match="top_k is traced and must be known: name it in the static_args"):
-        jax.jit(jax.vmap(tx.update, axis_name="replica"))(params, jax.vmap(tx.init)(params), params)
-
-
 @pytest.mark.parametrize("make", [MAKERS["noloco"], nj.sparseloco], ids=["noloco", "sparseloco"])
 @pytest.mark.parametrize("wire", ["int8", "modulo4"])
 def test_arrays_without_elements_pass_through_an_outer_step(make, wire):
@@ -394,3 +294,155 @@ def test_arrays_without_elements_pass_through_an_outer_step(make, wire):
     state: Any = jax.jit(jax.vmap(tx.init))(params)
     after: Any = jax.jit(jax.vmap(tx.step, axis_name="replica"))(params, state)[0]
     assert after["empty"].shape == (2, 3, 0) and np.isfinite(after["w"]).all()
+
+
+def shapes(make: Any, method: str, *leading: Any, axis_name: str = "replica", **arguments: Any) -> Any:
+    """Trace a method of a transform, of (params, state), for virtual replicas."""
+    params = random_tree(0, N)
+    state = jax.eval_shape(jax.vmap(make.init), params)
+    call = functools.partial(getattr(make, method), *leading, **arguments)
+    return jax.eval_shape(jax.vmap(call, axis_name=axis_name), params, state)
+
+
+def injected(make: Any, *args: Any, static_args: Any = (), **settings: Any) -> Any:
+    """Trace an update of a transform whose settings are traced."""
+    tx: Any = optax.inject_hyperparams(make, static_args=static_args)(*args, **settings)
+    params = random_tree(0, N)
+    return jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
+
+
+def traced_sync() -> Any:
+    tx, params = noloco(), random_tree(0, N)
+    step = jax.vmap(lambda sync: tx.update(params, tx.init(params), params, sync=sync), axis_name="replica")
+    return jax.eval_shape(step, jnp.ones(N, bool))
+
+
+def on_axes(names: tuple[str, ...], mesh: Any, spec: P, slots: bool) -> Any:
+    """Trace a step of replicas on axes of a mesh, with slots of a device or without."""
+    outer, params = nj.noloco(nj.RandomPairing(8), axis_name=names), jnp.ones((8, 2))
+
+    def one(params, state):
+        return jax.tree.map(lambda x: x[None], outer.step(*jax.tree.map(lambda x: x[0], (params, state))))
+
+    block = jax.vmap(outer.step, axis_name="slot") if slots else one
+    mapped = jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=not slots)
+    return jax.eval_shape(mapped, params, jax.eval_shape(jax.vmap(outer.init), params))
+
+
+def grid() -> Any:
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def leaf(value: Any) -> list[Any]:
+    """Initialise and step with a parameter that has no mean."""
+    params = {"a": np.zeros(2, np.float32), "w": value}
+    return [lambda: noloco().init(params), lambda: noloco().step(params, None)]
+
+
+untyped: Any = nj
+PAIRS, GRAPHS = nj.RandomPairing(4), nj.RandomNeighbours(4)
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    # parameters
+    (leaf(np.zeros(2, np.int32)), TypeError, r"\['w'\] is of int32 and has no mean over replicas.*optax.masked"),
+    (leaf(np.zeros(2, bool)), TypeError, r"\['w'\] is of bool and has no mean"),
+    (leaf(0.5), TypeError, r"\['w'\] is a Python float: give an array, such as jnp.asarray\(0.5\)"),
+    (leaf(jax.random.key(0)), TypeError, r"\['w'\] is a PRNG key and has no mean over replicas: keep it out"),
+    (leaf(np.zeros(2)), TypeError, r"\['w'\] is of float64 and outer steps compute in float32: convert it"),
+    (leaf(np.zeros(2, np.complex64)), TypeError, r"\['w'\] is of complex64 and outer steps compute in float32"),
+    # calls
+    (traced_sync, TypeError, "sync is traced: give True or False, for two programs, or None"),
+    (lambda: shapes(noloco(), "apply"), ValueError, "no stored correction without a delay"),
+    (lambda: noloco().update({}, noloco().init({})), ValueError, "needs the parameters"),
+    (lambda: nj.diloco().update({}, nj.diloco().init({})), ValueError, "needs the parameters"),
+    # axes: JAX numbers the devices of a tuple of axes in the mesh's order, whatever the tuple's
+    (
+        lambda: on_axes(("slot", "replica"), mesh_of(2), P("replica"), slots=True),
+        ValueError,
+        "on axes of a mesh and then on at most one vmap axis, and here 'slot'",
+    ),
+    (
+        lambda: on_axes(("y", "x"), grid(), P(("y", "x")), slots=False),
+        ValueError,
+        r"another order than the mesh.*give \('x', 'y'\)",
+    ),
+    (lambda: shapes(nj.epidemic(nj.RandomNeighbours(8)), "step"), ValueError, "of 8 replicas, axis 'replica' holds 4"),
+    # traced settings
+    (lambda: injected(nj.diloco, sync_every=2.5), TypeError, "it must be an integer"),
+    (lambda: injected(nj.diloco, sync_every=lambda step: 1.0 + 0 * step), TypeError, "it must be an integer"),
+    (lambda: injected(nj.noloco, PAIRS, fragments=2, sync_every=2), TypeError, "fragments is traced.* static_args"),
+    (lambda: injected(nj.noloco, PAIRS, delay=1, sync_every=2), TypeError, "delay is traced.* static_args"),
+    (
+        lambda: injected(nj.noloco, PAIRS, delay=1, sync_every=2, static_args="delay"),
+        TypeError,
+        "sync_every is traced.* static_args",
+    ),
+    (lambda: injected(nj.sparseloco, sync_every=4), TypeError, "top_k is traced and must be known: name it in the"),
+    # settings
+    *[
+        (lambda make=make, name=name: make(**{name: "0.7"}), TypeError, "is a text: give a number")
+        for make, name in (
+            *((noloco, "outer_lr"), (untyped.diloco, "outer_momentum")),
+            (untyped.sparseloco, "error_decay"),
+        )
+    ],
+    *[
+        (
+            lambda other=other: untyped.noloco(other),
+            TypeError,
+            r"pairing is \w+: give groups of replicas, such as nj.Random",
+        )
+        for other in (GRAPHS, 4, "pairs")
+    ],
+    *[
+        (
+            lambda other=other: untyped.epidemic(other),
+            TypeError,
+            r"neighbours is \w+: give graphs, such as nj.RandomNei",
+        )
+        for other in (PAIRS, 4)
+    ],
+    (lambda: nj.RandomPairing(0), ValueError, "num_replicas is 0"),
+    (lambda: nj.RandomPairing(4, 1), ValueError, "group_size is 1 with num_replicas 4: choose from 2 to 4"),
+    (lambda: nj.RandomPairing(4, 5), ValueError, "group_size is 5 with num_replicas 4: choose from 2 to 4"),
+    (lambda: nj.RandomPairing(4, max_pool=0), ValueError, "max_pool is 0"),
+    (lambda: nj.ExplicitPairing([]), ValueError, "rounds is empty"),
+    (
+        lambda: nj.ExplicitPairing([[[0, 1], [1, 2]]]),
+        ValueError,
+        r"round 0 holds replicas \[0, 1, 1, 2\]: each of 0",
+    ),
+    (
+        lambda: nj.ExplicitPairing([[[0, 1], [2]], [[0, 1]]]),
+        ValueError,
+        r"round 1 holds replicas \[0, 1\]: each of 0",
+    ),
+    (lambda: nj.ExplicitPairing([[[0, 1], []]]), ValueError, "round 0"),
+    (lambda: nj.ExplicitPairing([[[1, 2]]]), ValueError, r"round 0 holds replicas \[1, 2\]: each of 0..1"),
+    (lambda: nj.noloco(PAIRS, outer_momentum=1.0), ValueError, r"outer_momentum is 1.0: it must be in \[0, 1\)"),
+    (lambda: nj.noloco(PAIRS, outer_momentum=-0.1), ValueError, "outer_momentum is -0.1"),
+    (lambda: nj.noloco(PAIRS, sync_every=0), ValueError, "sync_every is 0: it must be at least 1"),
+    (lambda: nj.noloco(PAIRS, consensus=float("nan")), ValueError, "consensus is nan: it must be finite"),
+    (lambda: nj.noloco(PAIRS, consensus=-0.1), ValueError, "consensus is -0.1"),
+    (lambda: nj.noloco(PAIRS, outer_lr=-1.0), ValueError, "outer_lr is -1.0: it must be finite and at least 0"),
+    (lambda: nj.noloco(PAIRS, outer_lr=float("nan")), ValueError, "outer_lr is nan"),
+    (lambda: nj.noloco(PAIRS, wire="int3"), ValueError, "wire is 'int3': choose from 'float32', 'bfloat16'"),
+    (lambda: nj.noloco(PAIRS, state_dtype="int8"), ValueError, "state_dtype is 'int8': choose from 'float32'"),
+    (lambda: nj.RandomPairing(4, order="sorted"), ValueError, "order is 'sorted': choose from 'passes', 'independent'"),
+    (lambda: nj.RandomPairing(4, seed=-1), ValueError, "seed is -1"),
+    (lambda: nj.diloco(outer_lr=float("inf")), ValueError, "outer_lr is inf"),
+    (lambda: nj.diloco(outer_momentum=1.5), ValueError, "outer_momentum is 1.5"),
+    (lambda: nj.diloco(sync_every=-1), ValueError, "sync_every is -1"),
+    (lambda: nj.RandomNeighbours(4, 4), ValueError, "degree is 4 with num_replicas 4: choose from 1 to 3"),
+    (lambda: nj.RandomNeighbours(4, 0), ValueError, "degree is 0 with num_replicas 4: choose from 1 to 3"),
+    (lambda: nj.RandomNeighbours(0), ValueError, "num_replicas is 0"),
+    (lambda: nj.RandomNeighbours(4, order="often"), ValueError, "order is 'often'"),
+    (lambda: nj.epidemic(GRAPHS, wire="modulo4"), ValueError, "wire='modulo4' is for pairs"),
+    (lambda: nj.epidemic(GRAPHS, sync_every=0), ValueError, "sync_every is 0"),
+]
+
+
+@pytest.mark.parametrize(("calls", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_misuse_is_refused_in_one_clear_line(calls, error, message):
+    for call in calls if isinstance(calls, list) else [calls]:
+        with pytest.raises(error, match=message):
+            call()

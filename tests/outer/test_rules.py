@@ -168,7 +168,7 @@ def test_a_bfloat16_state_rounds_equal_leaves_differently():
 
 
 def test_a_bfloat16_state_rounds_equal_fragments_differently():
-    """Issue 52, item 7: the noise was that of the fragment's round, the same in all fragments."""
+    """The noise was that of the fragment's round, the same in all fragments."""
     by_rows = Fragments(2, lambda path, shape: 0)
     outer = nj.diloco(1.0, 0.0, False, state_dtype="bfloat16", fragments=by_rows, sync_every=2)
     params = jnp.broadcast_to(1 + 1e-2 * np.random.default_rng(0).random((1, 1, 512), np.float32), (2, 2, 512))
@@ -181,7 +181,7 @@ def test_a_bfloat16_state_rounds_equal_fragments_differently():
 
 @pytest.mark.parametrize("value", [1.37, 0.123])
 def test_weights_that_do_not_move_stay_in_the_mean_under_a_bfloat16_state(value):
-    """Issue 52, item 7: a first φ that is rounded to the nearest makes the first outer step move weights by that."""
+    """A first φ that is rounded to the nearest makes the first outer step move weights by that."""
     outer = nj.diloco(state_dtype="bfloat16", outer_momentum=0.5, nesterov=False)
     params = {"w": jnp.full((2, 8192), value)}
     state: Any = jax.vmap(outer.init)(params)

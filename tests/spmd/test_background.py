@@ -15,11 +15,8 @@ import pytest
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
-from noloco_jax.spmd.background import background_arguments, build_background, host_mesh, training_devices
-from noloco_jax.spmd.compile import arguments_of
+from noloco_jax.spmd.background import host_mesh, training_devices
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
-from noloco_jax.spmd.traffic import collectives_of
 from noloco_jax.train.sync import BackgroundSync
 from support import modes
 
@@ -58,18 +55,6 @@ def test_settle_stores_the_corrections_of_all_exchanges_in_flight():
     collective, background = states
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(collective))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7), background, collective)
-
-
-def test_programs_on_the_devices_send_nothing_between_replicas():
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4))
-    programs = build_programs(config, make_mesh(config, jax.devices()[:4]))
-    background, shape = build_background(config, programs, programs.mesh), dict(programs.mesh.shape)
-    found = {
-        name: {one.operation for one in collectives_of(getattr(background, name), arguments, shape)}
-        for name, arguments in background_arguments(background, programs).items()
-    }
-    assert found == {"solo": set(), "exchange": {"ppermute"}, "store": set()}
-    assert not collectives_of(programs.correct_step, arguments_of(programs)["correct_step"], shape)
 
 
 def test_hosts_mirror_the_mesh_on_devices_that_do_not_train():

@@ -1,60 +1,56 @@
-"""JAX's persistent compilation cache and the programs of several CPU devices, which must not be loaded from it."""
+"""Programs that JAX's compilation cache keeps for later starts."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from noloco_jax.spmd.compile import may_be_cached, without_cache
-from noloco_jax.train.command import main
-from support.layouts import mesh_of
+from noloco_jax.spmd.compile import keep_programs
+from support import processes
+
+SETTINGS = (
+    *("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_compilation_cache_max_size"),
+    "jax_persistent_cache_min_compile_time_secs",
+)
 
 
 @pytest.fixture
-def cache(tmp_path) -> Iterator[Path]:
-    """Switch the cache on, which the tests' environment switches off, for programs of any size; yield its folder."""
-    settings = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(tmp_path / "cache"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield tmp_path / "cache"
+def settings(tmp_path, monkeypatch) -> Iterator[None]:
+    """Switch the cache on, which the tests' environment switches off, and restore JAX's settings at the end."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", True)
+    yield
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name.partition("-")[0] for path in folder.glob("jit_*")}
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize("given", [None, "elsewhere"])
+def test_programs_are_kept_in_the_users_cache_directory_or_where_jax_is_told(given, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", given)
+    keep_programs()
+    assert getattr(jax.config, SETTINGS[1]) == (given or str(tmp_path / "noloco_jax" / "programs"))
 
 
-def test_only_programs_of_one_device_are_cached_on_cpus():
-    assert may_be_cached(mesh_of(1)) and not may_be_cached(mesh_of(2))
+@pytest.mark.usefixtures("settings")
+def test_a_cache_that_is_switched_off_keeps_nothing():
+    jax.config.update("jax_enable_compilation_cache", False)
+    keep_programs()
+    assert getattr(jax.config, SETTINGS[1]) is None
 
 
-def test_programs_compiled_without_the_cache_are_not_kept_and_later_ones_are(cache):
-    def one(x):
-        return x + 1
-
-    def two(x):
-        return x + 2
-
-    with without_cache():
-        jax.jit(one).lower(jnp.zeros(3)).compile()
-    jax.jit(two).lower(jnp.zeros(3)).compile()
-    assert "jit_two" in names(cache) and "jit_one" not in names(cache)
-
-
-@pytest.mark.parametrize(("replicas_axis", "is_cached"), [(1, True), (2, False)])
-def test_a_run_on_several_cpu_devices_leaves_the_cache_out_and_says_so(cache, config, replicas_axis, is_cached, capsys):
-    arguments = ["--config.num_steps=2", "--config.eval_every=0", f"--config.mesh.replica={replicas_axis}"]
-    assert main([f"--config={config}", f"--workdir={cache.parent / 'run'}", *arguments]) == 0
-    assert ("jit__inner_step" in names(cache)) is is_cached
-    assert ("compilation cache is left out" in capsys.readouterr().out) is not is_cached
+def test_a_run_with_programs_from_the_cache_trains_bitwise_as_one_that_compiled_them(tmp_path, monkeypatch):
+    """Of several devices and of the hosts: with several messages an outer step they gave NaN or hung."""
+    monkeypatch.setattr(processes.platforms, "programs", lambda folder: str(tmp_path / "programs"))
+    config = processes.write_config(tmp_path / "run")
+    flags = ["--config.num_steps=8", "--config.outer.wire=modulo4", "--config.outer.fragments=2"]
+    cold, warm = (
+        processes.trained(config, name, *flags, "--config.outer.delay=2", devices=4) for name in ("cold", "warm")
+    )
+    kept = {path.name.partition("-")[0] for path in (tmp_path / "programs").glob("jit_*")}
+    assert {"jit__inner_step", "jit_exchanged"} <= kept
+    for name, x in processes.weights(cold).items():
+        assert (processes.weights(warm)[name] == x).all(), name

@@ -20,7 +20,7 @@ from support import tiny_model
 from support.initial import initial_state
 from support.tiny_model import Balanced, Tiny
 
-N, B, T, V = 4, 4, 8, 29  # stages pad the vocabulary
+N, B, T, V = 4, 4, 8, 125  # stages pad the vocabulary
 
 
 def run_config(
@@ -260,10 +260,10 @@ def test_evaluation_takes_fixed_routes():
         assert tokens_N[i] == live_BT.sum()
 
 
-@pytest.mark.parametrize("token", [-1, V, 32])
+@pytest.mark.parametrize("token", [-1, V, 128])
 @pytest.mark.parametrize(("num_stages", "num_devices"), [(1, 1), (2, 1), (2, 8)])
 def test_a_token_outside_the_vocabulary_makes_the_loss_nan_in_every_layout(token, num_stages, num_devices):
-    """The pipeline pads the vocabulary of 29 tokens to 32."""
+    """The pipeline pads the vocabulary of 125 tokens to 128."""
     config = run_config(num_stages, routing="fixed" if num_stages == 1 else "random")
     programs = programs_of(config, num_devices)
     batch = {name: x.copy() for name, x in batches(4)[0].items()}
@@ -292,7 +292,7 @@ def parts_of(x):
     return [np.asarray(shard.data)[0] for shard in x.addressable_shards if shard.index[0].start in (0, None)]
 
 
-@pytest.mark.parametrize(("vocab_size", "padded"), [(32, 32), (29, 32)])
+@pytest.mark.parametrize(("vocab_size", "padded"), [(128, 128), (125, 128)])
 def test_every_stage_holds_an_equal_shard_of_the_vocabulary(vocab_size, padded):
     config = run_config(4, vocab_size=vocab_size, replica=2)
     model = init_params(config.model, jax.random.key(0))
@@ -309,13 +309,22 @@ def test_every_stage_holds_an_equal_shard_of_the_vocabulary(vocab_size, padded):
     )
 
 
+def test_windows_fit_the_stages_parts_of_a_small_vocabulary():
+    """Rows of a table are joined into blocks from 32 on, and each stage has as many of them."""
+    config = run_config(2, vocab_size=24, replica=2)
+    config = dataclasses.replace(config, outer=dataclasses.replace(config.outer, wire="modulo4"))
+    programs = programs_of(config, 4)
+    after = jax.eval_shape(programs.outer_step, programs.state.params, programs.state.outer)
+    assert jax.tree.map(jnp.shape, after[1].windows) == jax.tree.map(jnp.shape, programs.state.outer.windows)
+
+
 def test_padding_of_the_vocabulary_stays_zero():
     config, num_devices, _ = RANDOM_LAYOUTS[FOUR_STAGES]
     _, _, state, _ = train(config, num_devices)
     tables = [x for path, x in jax.tree.leaves_with_path(state) if getattr(path[-1], "key", "") in ("embed", "head")]
     assert len(tables) == 2 * 5  # weights, two moments, slow weights, outer momentum
     for x in tables:
-        padding = x[..., 29:] if x.shape[-1] == 32 else x[:, 29:]
+        padding = x[..., V:] if x.shape[-1] == 128 else x[:, V:]
         assert padding.shape[-1] == 3 or padding.shape[1] == 3
         assert not np.asarray(padding).any()
 

@@ -90,7 +90,7 @@ def imported() -> dict[str, set[str]]:
     """Return what one process has imported after each of three programs, which it runs one after the other."""
     programs = {
         "a run of all replicas": "import noloco_jax.train.training",
-        "routes": "from noloco_jax.exchange.routes import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
+        "routes": "from noloco_jax.exchange.permute import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
         "pictures": "import noloco_jax.metrics.curves, noloco_jax.compare.report, noloco_jax.simulate.command",
     }
     lines = ["import sys, numpy as np", *(f"{program}; print(*sys.modules)" for program in programs.values())]
