@@ -1,7 +1,8 @@
 """One Parquet file: its footer, and batches of its rows."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -89,16 +90,9 @@ def choose_columns(path: str, schema: "pa.Schema", text_column: str) -> tuple[st
 
     Tokens come before a column `text` beside them; a text column of another name is read whatever there is.
 
-    Raises `UserError` if there are none, or if they hold something else; `DamagedFileError` if there are two of a name.
+    Raises `UserError` if there are none, or if they hold something else.
     """
-    columns = _choose_columns(path, dict(zip(schema.names, schema.types, strict=True)), text_column)
-    for name in columns:
-        if (number := schema.names.count(name)) > 1:
-            raise DamagedFileError(f"{path} has {number} columns named {name!r}: write it again with one")
-    return columns
-
-
-def _choose_columns(path: str, kinds: Mapping[str, "pa.DataType"], text_column: str) -> tuple[str, ...]:
+    kinds = dict(zip(schema.names, schema.types, strict=True))
     beside: list[str] = []
     if text_column == _USUAL_TEXT_COLUMN and "input_ids" in kinds:
         beside = [name for name in ("labels", "label", "attention_mask") if name in kinds]
@@ -146,43 +140,31 @@ def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator["
     """
     import pyarrow as pa
 
-    opened: pq.ParquetFile | None = None
-    batches: Iterator[pa.RecordBatch] = iter(())
-    num_read = 0
+    def from_start() -> "Iterator[pa.RecordBatch]":
+        with _open(path) as opened:
+            yield from opened.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False)
+
+    batches, num_read = from_start(), 0
 
     def read() -> "pa.RecordBatch | None":
-        nonlocal opened, batches
+        nonlocal batches
         try:
-            if opened is None:
-                opened = _open(path)
-                batches = opened.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False)
-                for _ in range(num_read):  # batches that an earlier attempt delivered
-                    next(batches)
             return next(batches, None)
         except Exception:
-            close()
+            batches = itertools.islice(from_start(), num_read, None)  # without those that were read before
             raise
 
-    def close() -> None:
-        nonlocal opened
-        if opened is not None:
-            opened.close()
-            opened = None
-
-    try:
-        while True:
-            try:
-                batch = with_retries(read, path)
-            except (pa.ArrowException, OSError) as error:
-                raise DamagedFileError(
-                    f"{path} is damaged after row group {groups.start} ({_one_line(error)}): fetch it again"
-                ) from None
-            if batch is None:
-                return
-            num_read += 1
-            yield batch
-    finally:
-        close()
+    while True:
+        try:
+            batch = with_retries(read, path)
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedFileError(
+                f"{path} is damaged after row group {groups.start} ({_one_line(error)}): fetch it again"
+            ) from None
+        if batch is None:
+            return
+        num_read += 1
+        yield batch
 
 
 def _one_line(error: Exception) -> str:

@@ -51,16 +51,26 @@ class RowConverter(NamedTuple):
           batch: the columns.
           first_row: number of the batch's first row in the file.
 
-        Raises `UserError`, which names the row, for tokens and labels that cannot be trained on. Rows with nulls, with
-        columns of different lengths or with text that is not UTF-8 are refused or skipped.
+        Raises `UserError`, which names the row, for tokens and labels that cannot be trained on. Rows with nulls or
+        with columns of different lengths are refused or skipped.
         """
         bad = self._bad_rows(batch)
         numbers_R = np.delete(np.arange(first_row, first_row + batch.num_rows), list(bad))
         for row, reason in bad.items():
-            self._skip(first_row + row, reason)
+            error = DamagedFileError(
+                f"{self.path}, row {first_row + row} (counted from 0): {reason}: give --config.data.on_bad_shard=skip "
+                "to leave such rows out, or write the row again"
+            )
+            skip_document(error, self.on_bad_shard)
         if bad:
             batch = batch.take(numbers_R - first_row)  # type: ignore[arg-type]  # numpy's do too
-        good = iter(self._texts(batch.column(0), numbers_R) if self.is_text else self._token_rows(batch, numbers_R))
+        try:
+            good = iter(batch.column(0).to_pylist() if self.is_text else self._token_rows(batch, numbers_R))
+        except UnicodeDecodeError as error:
+            where = f"{self.path}, one of the {batch.num_rows} rows from {first_row} on (counted from 0)"
+            raise DamagedFileError(
+                f"{where}: {self.columns[0]} is not UTF-8 ({error.reason}): write it again"
+            ) from None
         return [self.empty_row if row in bad else next(good) for row in range(len(numbers_R) + len(bad))]
 
     def _bad_rows(self, batch: "pa.RecordBatch") -> dict[int, str]:
@@ -81,27 +91,6 @@ class RowConverter(NamedTuple):
                     reason = f"{lengths_R[row]} input_ids and {other_R[row]} values in {name}"
                     bad.setdefault(row, reason)
         return dict(sorted(bad.items()))
-
-    def _skip(self, row: int, reason: str) -> None:
-        """Refuse or skip a row of the file."""
-        error = DamagedFileError(
-            f"{self.path}, row {row} (counted from 0): {reason}: give --config.data.on_bad_shard=skip to leave such "
-            "rows out, or write the row again"
-        )
-        skip_document(error, self.on_bad_shard)
-
-    def _texts(self, column: Any, numbers_R: np.ndarray) -> list[str]:
-        try:
-            return column.to_pylist()
-        except UnicodeDecodeError:
-            return [self._text(value, row) for value, row in zip(column, numbers_R.tolist(), strict=True)]
-
-    def _text(self, value: Any, row: int) -> str:
-        try:
-            return value.as_py()
-        except UnicodeDecodeError as error:
-            self._skip(row, f"{self.columns[0]} is not UTF-8 ({error.reason} at position {error.start})")
-            return self.empty_row
 
     def _token_rows(self, batch: "pa.RecordBatch", numbers_R: np.ndarray) -> list[np.ndarray]:
         lengths_R = _lengths(batch.column("input_ids"))

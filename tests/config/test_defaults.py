@@ -19,7 +19,7 @@ from noloco_jax.config import (
     unused_settings,
 )
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHOD_FIELDS, defaults_of
+from noloco_jax.methods import METHOD_FIELDS
 from support.paths import CONFIGS
 
 # Taken from the papers and from the defaults of the four transforms before METHODS existed.
@@ -154,8 +154,3 @@ def test_default_settings_lists_the_values_left_at_the_methods_defaults():
     assert default_settings(config) == ["momentum=0.9", "nesterov=True", "sync_every=100"]
     assert default_settings(loaded("quickstart", "--config.method=ddp")) == []
     assert not any(setting.startswith("consensus") for setting in default_settings(loaded("quickstart")))
-
-
-def test_defaults_of_a_field_are_listed_for_each_method():
-    assert defaults_of("sync_every") == {"noloco": 50, "diloco": 100, "epidemic": 1, "sparseloco": 30}
-    assert defaults_of("fragments") == {}

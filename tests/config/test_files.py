@@ -83,12 +83,6 @@ def test_the_papers_models_have_the_papers_numbers(name):
     assert config.num_replicas * data.batch_size * data.sequence_length == tokens
 
 
-def test_the_argument_chooses_the_method():
-    for name in ("c4_1b", "c4_tiny"):
-        for method in ("noloco", "diloco", "ddp", "local"):
-            assert load(name, method, *required_flags(name)).method == method
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_config_says_first_how_many_parameters_it_has(name):
     said = (CONFIGS / f"{name}.py").read_text().removeprefix('"""').partition(" parameters")[0]
@@ -133,13 +127,6 @@ def test_best_changes_only_optimizer_and_outer_step_for_any_number_of_replicas(n
             for replicas in (4, 6)
         }
         assert orders == {4: "hypercube", 6: "passes"}
-
-
-def test_the_path_of_a_saved_configuration_may_contain_a_colon(tmp_path):
-    folder = tmp_path / "2026-11-24T10:00"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"num_steps": 7}')
-    assert read_config_file(str(folder / "config.json")).num_steps == 7
 
 
 @pytest.mark.parametrize(

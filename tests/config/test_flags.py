@@ -109,21 +109,6 @@ def test_a_run_can_be_repeated_from_its_saved_configuration(file, tmp_path):
     assert changed.model.rope_scaling is not None and changed.model.rope_scaling.factor == 2.0
 
 
-def test_flags_override_a_locked_configuration(tmp_path):
-    (tmp_path / "a.py").write_text(FILE.replace("    return config", "    config.lock()\n    return config"))
-    config = loaded(str(tmp_path / "a.py"), "--config.outer.lr=0.5", "--config.inner.b1=0.5", "--config.seed=3")
-    assert (config.outer.lr, config.inner.b1, config.seed) == (0.5, 0.5, 3)
-
-
-def test_a_tool_adds_its_own_flags(file):
-    config, namespace = parse_args(
-        ["--config", file, "--config.num_replicas", "4", "--steps=3"],
-        "A tool.",
-        lambda parser: parser.add_argument("--steps", type=int),
-    )
-    assert (config.num_replicas, namespace.steps, namespace.config) == (4, 3, file)
-
-
 @pytest.fixture(scope="module")
 def help_text():
     """Return the text that `--help` prints."""
@@ -259,13 +244,6 @@ def test_a_required_flag_under_another_name_is_answered_with_its_name(file):
 def test_a_missing_file_is_answered_with_the_nearest_name(file):
     assert "did you mean configs/quickstart.py?" in refusal("--config=quickstart")
     assert f"did you mean {file}?" in refusal("--config=" + file.replace("some", "soem"))
-
-
-def test_fields_that_share_a_reference_change_together(tmp_path):
-    path = tmp_path / "a.py"
-    path.write_text(FILE.replace("    return", "    config.eval_every = config.get_ref('num_replicas')\n    return"))
-    assert loaded(str(path), "--config.num_replicas=16").eval_every == 16
-    assert loaded(str(path), "--config.eval_every=4").num_replicas == 4
 
 
 def test_the_sources_of_a_mixture_are_set_added_and_left_out_by_name(tmp_path):

@@ -15,8 +15,6 @@ from noloco_jax.errors import TransientError, UserError
 from noloco_jax.storage import retries
 from noloco_jax.storage.retries import RETRY_DELAYS, with_retries
 from support.data_makers import (
-    check_data,
-    documents,
     open_streams,
     read_through,
     validation_batches,
@@ -198,25 +196,3 @@ def test_a_damaged_file_is_skipped_with_one_warning_if_configured(tmp_path, capf
     warnings = [line for line in capfd.readouterr().err.splitlines() if str(damaged) in line]
     assert len(warnings) == 1  # in two epochs
     assert re.match("warning: skipped, as data.on_bad_shard='skip' says: .*damaged", warnings[0])
-
-
-def test_skipping_leaves_out_only_the_invalid_file_or_line(tmp_path):
-    write_rows(tmp_path / "rows" / "0.parquet", {"input_ids": [[1, 2]] * 4, "labels": [[1, 2]] * 4})
-    (tmp_path / "rows" / "1.parquet").write_text("nothing of the kind")
-    config = DataConfig(kind="parquet", path=str(tmp_path / "rows"), sequence_length=2, batch_size=1)
-    check_data(replace(config, on_bad_shard="skip"), num_replicas=3)
-    write_json_lines(tmp_path / "lines.jsonl", [f"{first} {count}" for first, count in documents(5)])
-    lines = (tmp_path / "lines.jsonl").read_text().splitlines()
-    (tmp_path / "lines.jsonl").write_text("\n".join(["{broken", *lines]))
-    config = DataConfig(
-        kind="jsonl",
-        path=str(tmp_path / "lines.jsonl"),
-        validation_path="elsewhere",
-        add_bos=False,
-        add_eos=False,
-        sequence_length=1,
-        batch_size=1,
-        on_bad_shard="skip",
-    )
-    (stream,) = open_streams(config, 1)
-    assert sorted(read_through(stream, 0)) == list(range(sum(documents(5)[-1])))

@@ -297,20 +297,6 @@ def test_wrong_credentials_end_with_status_2_and_name_the_settings(tmp_path, sta
     assert not waits
 
 
-@pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
-def test_credentials_that_expire_while_reading_end_with_status_2(tmp_path, start, waits, scheme):
-    config = write_data("jsonl", tmp_path, scheme)
-    server = start(scheme)
-    remote = moved_to(config, tmp_path, server.upload(tmp_path))
-    check_data(remote)
-    server.everywhere = True
-    server.faults.extend([403] * 10)
-    with pytest.raises(UserError, match="is refused") as caught:
-        first_ids(remote, 1)
-    assert caught.value.exit_status == 2
-    assert not waits
-
-
 def test_a_server_without_range_requests_is_refused(tmp_path, start, monkeypatch):
     config = write_data("jsonl", tmp_path, "http")
     server = start("http")

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import UserError
 from support.data_makers import (
     CountingTokenizer,
@@ -22,7 +21,6 @@ from support.data_makers import (
     validation_batches,
     write_c4,
     write_counting,
-    write_texts,
 )
 
 KINDS = ["c4", "jsonl", "parquet", "text"]
@@ -295,18 +293,3 @@ def test_held_out_documents_are_never_trained_on(tmp_path, kind):
     assert not held_out & set(trained)
     assert len(set(trained)) == len(trained)
     assert 0.95 * total < len(trained) < total
-
-
-def test_some_pieces_of_a_single_long_file_are_held_out(tmp_path):
-    lines = [f"line {k} of a long file\n" for k in range(9000)]
-    write_texts(tmp_path, ["".join(lines)])
-    config, _ = write_counting("text", tmp_path / "unused", 3)
-    config = replace(config, path=str(tmp_path / "00000.txt"), validation_path="", batch_size=1, sequence_length=1000)
-    tokenizer = load_tokenizer("byte")
-    batches = validation_batches(config, tokenizer, num_batches=1000)
-    held_out = tokenizer.decode(np.concatenate([b["input_ids"].ravel()[b["labels"].ravel() != -100] for b in batches]))
-    (stream,) = open_streams(config, 1, tokenizer)
-    trained = "".join(tokenizer.decode(batch["input_ids"].ravel()) for batch in take(stream, 130))
-    assert 0.01 < len(held_out) / len("".join(lines)) < 0.05
-    assert set(held_out.split("\n")[:-1]) <= {line[:-1] for line in lines}
-    assert not set(held_out.split("\n")) & set(trained.split("\n")) - {""}

@@ -41,15 +41,6 @@ def word_tokenizer(folder: Path, *, special: dict[str, str], added: list[str]) -
     return str(folder)
 
 
-def test_bytes_round_trip():
-    tokenizer = load_tokenizer("byte")
-    for text in TEXTS:
-        ids = tokenizer.encode(text)
-        assert ids.tolist() == list(text.encode())
-        assert tokenizer.decode(ids) == text
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (256, 257, 259)
-
-
 def test_ids_are_those_of_transformers(folder):
     from transformers import AutoTokenizer
 
