@@ -49,7 +49,7 @@ def test_the_notebook_trains_draws_compares_and_writes(outputs):
     install, train, curves, comparison, sample = outputs
     assert text(install) == ""
     assert "step 24/24  perplexity" in text(train)
-    assert [len(pictures(cell)) for cell in (curves, comparison)] == [1, 2]
+    assert [len(pictures(cell)) for cell in (curves, comparison)] == [1, 1]
     assert all(len(picture) > 10_000 for cell in (curves, comparison) for picture in pictures(cell))
     assert all(f"\n| {method} |" in text(comparison) for method in ("ddp", "noloco"))
     assert "def " in text(sample)
