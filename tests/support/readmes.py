@@ -1,10 +1,11 @@
-"""The READMEs, and the Python examples in them."""
+"""The pages, the READMEs among them, and the Python examples in these."""
 
 import re
 
 from support.paths import ROOT
 
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("[!.]*/**/README.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("[!.]*/**/*.md"))]
+READMES = [page for page in PAGES if page.name == "README.md"]
 
 
 def python_examples(containing: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""READMEs: links resolve, and commands name existing tools, files and fields."""
+"""Pages: links resolve, and commands name existing tools, files and fields."""
 
 import re
 
@@ -7,9 +7,9 @@ import pytest
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import field_at
 from support.paths import ROOT, TOOLS
-from support.readmes import READMES
+from support.readmes import PAGES
 
-every_page = pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(ROOT)))
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def anchors(page) -> set[str]:
