@@ -13,11 +13,16 @@ from support.events import events
 from support.fake_wandb import FakeWandb
 
 
-def write(workdir: Path, steps: range, resume_step: int | None) -> None:
-    writer = MetricWriter(workdir, resume_step=resume_step, tensorboard=False)
-    for step in steps:
-        writer.write(step, "train", loss=1.0 / step)
-    writer.close()
+def write(workdir: Path, steps: range, resume_step: int | None) -> bytes:
+    """Write a line for each step; return the content of the file."""
+    with MetricWriter(workdir, resume_step=resume_step, tensorboard=False) as writer:
+        for step in steps:
+            writer.write(step, "train", loss=1.0 / step)
+    return (workdir / "metrics.jsonl").read_bytes()
+
+
+def steps_read(workdir: Path) -> list[int]:
+    return [entry["step"] for entry in read_metrics(workdir)]
 
 
 def tensorboard(workdir: Path, name: str = "tensorboard") -> list[tuple[int, str, float]]:
@@ -30,78 +35,53 @@ def tensorboard(workdir: Path, name: str = "tensorboard") -> list[tuple[int, str
     ]
 
 
-def test_a_line_is_a_json_object_with_step_and_kind_flushed_at_once(tmp_path):
-    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
-    writer.write(3, "train", loss=np.float32(1.5), lr=6e-4)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "kind": "train", "loss": 1.5, "lr": 0.0006}\n'
-    writer.close()
+THIRD = np.float32(1) / np.float32(3)
 
 
-def test_written_metrics_are_read_back(tmp_path):
-    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
-    writer.write(5, "eval", perplexity_replicas=np.array([1.5, 2.5], np.float32), groups=[[0, 2], [1, 3]])
-    writer.close()
-    assert read_metrics(tmp_path) == [
-        {"step": 5, "kind": "eval", "perplexity_replicas": [1.5, 2.5], "groups": [[0, 2], [1, 3]]}
-    ]
-
-
-def test_a_float32_keeps_every_bit(tmp_path):
-    value = np.float32(1) / np.float32(3)
-    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
-    writer.write(1, "train", loss=value)
-    writer.close()
-    assert np.float32(read_metrics(tmp_path)[0]["loss"]) == value
-
-
-def test_non_finite_values_become_null(tmp_path):
-    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
-    writer.write(1, "train", loss=float("nan"), perplexity_replicas=[1.0, float("inf")])
-    writer.close()
-    assert read_metrics(tmp_path) == [{"step": 1, "kind": "train", "loss": None, "perplexity_replicas": [1.0, None]}]
+@pytest.mark.parametrize(
+    ("values", "read"),
+    [
+        ({"loss": np.float32(1.5), "lr": 6e-4}, {"loss": 1.5, "lr": 6e-4}),
+        ({"all": np.array([1.5, 2.5], np.float32), "groups": [[0, 2]]}, {"all": [1.5, 2.5], "groups": [[0, 2]]}),
+        ({"loss": THIRD}, {"loss": float(THIRD)}),
+        ({"loss": float("nan"), "all": [1.0, float("inf")]}, {"loss": None, "all": [1.0, None]}),
+    ],
+    ids=["numbers", "arrays", "every bit", "non-finite values"],
+)
+def test_a_line_is_flushed_at_once_and_read_back(tmp_path, values, read):
+    with MetricWriter(tmp_path, resume_step=None, tensorboard=False) as writer:
+        writer.write(3, "train", **values)
+        assert (tmp_path / "metrics.jsonl").read_text().startswith('{"step": 3, "kind": "train", ')
+        assert read_metrics(tmp_path) == [{"step": 3, "kind": "train", **read}]
 
 
 def test_a_resumed_run_drops_the_steps_that_it_will_write_again(tmp_path):
     write(tmp_path, range(1, 8), None)
     write(tmp_path, range(5, 7), 4)
-    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("torn", ['{"step": 3, "ki', '{"step": 3, "kind": "train"}', "\ufffd"])
-def test_a_torn_last_line_is_skipped_and_removed_on_resume(tmp_path, torn):
-    write(tmp_path, range(1, 3), None)
-    path = tmp_path / "metrics.jsonl"
-    whole = path.read_text()
-    path.write_text(whole + torn)
-    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2]
-    write(tmp_path, range(0), 100)
-    assert path.read_text() == whole
-
-
-def test_a_line_torn_within_a_utf8_character_is_skipped(tmp_path):
-    write(tmp_path, range(1, 3), None)
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write('{"step": 3, "text": "é'.encode()[:-1])
-    assert len(read_metrics(tmp_path)) == 2
+    assert steps_read(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_new_run_sets_the_metrics_of_an_old_one_aside(tmp_path):
-    write(tmp_path, range(1, 4), None)
+    former = write(tmp_path, range(1, 4), None)
     write(tmp_path, range(1, 2), None)
-    assert len(read_metrics(tmp_path)) == 1
-    assert len((tmp_path / "metrics.jsonl.old").read_text().splitlines()) == 3
+    assert steps_read(tmp_path) == [1] and (tmp_path / "metrics.jsonl.old").read_bytes() == former
 
 
-def test_resuming_leaves_no_other_file_in_the_folder(tmp_path):
-    write(tmp_path, range(1, 4), None)
-    write(tmp_path, range(3, 4), 2)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "ki', b'{"step": 3, "kind": "train"}', '{"step": 3, "text": "é'.encode()[:-1]]
+)
+def test_a_torn_last_line_is_skipped_and_removed_on_resume(tmp_path, torn):
+    whole = write(tmp_path, range(1, 3), None)
+    (tmp_path / "metrics.jsonl").write_bytes(whole + torn)
+    assert steps_read(tmp_path) == [1, 2]
+    assert write(tmp_path, range(0), 100) == whole
 
 
 DAMAGED = {
     "torn": b'{"step": 2, "ki\n',
     "NUL": bytes(300) + b"\n",
-    "binary": bytes(range(256)),  # with a newline and every other byte that str.splitlines splits at
+    "binary": bytes(range(256)) + b"\n",  # with a newline and every other byte that str.splitlines splits at
     "no object": b"3\n",
     "no step": b'{"kind": "train"}\n',
     "no kind": b'{"step": 2, "kinf": "train"}\n',
@@ -111,26 +91,17 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-def test_damaged_lines_are_skipped_with_one_warning(tmp_path, damage):
-    path = tmp_path / "metrics.jsonl"
-    write(tmp_path, range(1, 4), None)
-    first, second, third = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(first + second + damage.rstrip(b"\n") + b"\n" + third)
-    with pytest.warns(UserWarning) as caught:
-        assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3]
-    [note] = [str(warning.message) for warning in caught]
-    number = len(damage.rstrip(b"\n").split(b"\n"))
-    assert note == f"{path}: {number} damaged line{'s' * (number > 1)} left out"
-
-
-def test_resuming_removes_damaged_lines(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(tmp_path, range(1, 4), None)
-    whole = path.read_bytes()
-    path.write_bytes(DAMAGED["NUL"] + whole)
-    with pytest.warns(UserWarning, match="1 damaged line left out"):
-        write(tmp_path, range(0), 100)
-    assert path.read_bytes() == whole
+def test_damaged_lines_are_skipped_with_one_warning_and_removed_on_resume(tmp_path, damage):
+    path, whole = tmp_path / "metrics.jsonl", write(tmp_path, range(1, 4), None)
+    first, second, third = whole.splitlines(keepends=True)
+    path.write_bytes(first + second + damage + third)
+    number = damage.count(b"\n")
+    note = f"^{path}: {number} damaged line{'s' * (number > 1)} left out$"
+    with pytest.warns(UserWarning, match=note) as caught:
+        assert steps_read(tmp_path) == [1, 2, 3]
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=note):
+        assert write(tmp_path, range(0), 100) == whole
 
 
 def test_reading_metrics_of_a_folder_without_a_run_is_an_error(tmp_path):
@@ -138,22 +109,15 @@ def test_reading_metrics_of_a_folder_without_a_run_is_an_error(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_tensorboard_gets_the_same_numbers_and_one_series_per_list_entry(tmp_path):
-    writer = MetricWriter(tmp_path, resume_step=None)
-    writer.write(7, "eval", perplexity=2.0, perplexity_replicas=[1.5, 2.5], groups=[[0, 1]], note="text")
-    writer.close()
-    assert tensorboard(tmp_path) == [
-        (7, "eval/perplexity", 2.0),
-        (7, "eval/perplexity_replicas/0", 1.5),
-        (7, "eval/perplexity_replicas/1", 2.5),
-    ]
-
-
-def test_tensorboard_events_are_flushed_at_once(tmp_path):
-    writer = MetricWriter(tmp_path, resume_step=None)
-    writer.write(1, "train", loss=1.5)
-    assert tensorboard(tmp_path) == [(1, "train/loss", 1.5)]
-    writer.close()
+def test_tensorboard_gets_one_series_for_every_entry_of_a_list_or_mapping_at_once(tmp_path):
+    with MetricWriter(tmp_path, resume_step=None) as writer:
+        writer.write(7, "eval", perplexity=2.0, each=[1.5, 2.5], by={2: 3.5}, groups=[[0, 1]], note="text")
+        assert tensorboard(tmp_path) == [
+            (7, "eval/perplexity", 2.0),
+            (7, "eval/each/0", 1.5),
+            (7, "eval/each/1", 2.5),
+            (7, "eval/by/2", 3.5),
+        ]
 
 
 def test_a_new_run_sets_the_events_of_an_old_one_aside(tmp_path):
@@ -187,12 +151,10 @@ def test_a_full_disk_is_a_transient_error_naming_the_file(tmp_path, monkeypatch)
 def test_wandb_gets_the_same_numbers_and_a_resume_continues_its_run(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    options: dict[str, Any] = {"tensorboard": False, "wandb_project": "p", "run_config": {"seed": 1}}
     for resume_step in (None, 4, None):
-        writer = MetricWriter(
-            tmp_path, resume_step=resume_step, tensorboard=False, wandb_project="p", run_config={"seed": 1}
-        )
-        writer.write(5, "train", loss=1.5)
-        writer.close()
+        with MetricWriter(tmp_path, resume_step=resume_step, **options) as writer:
+            writer.write(5, "train", loss=1.5)
     first, resumed, fresh = wandb.runs
     assert wandb.logged == [(5, {"train/loss": 1.5})] * 3
     assert (first["project"], first["config"], resumed["resume"]) == ("p", {"seed": 1}, "allow")
@@ -218,19 +180,9 @@ def test_a_wandb_that_does_not_begin_leaves_no_file_open(tmp_path, monkeypatch):
     assert opened and all(file.closed for file in opened)
 
 
-def test_a_missing_wandb_package_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+def test_wandb_is_imported_only_if_asked_for_and_required_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         MetricWriter(tmp_path / "run", resume_step=None, wandb_project="p")
     assert not (tmp_path / "run").exists()
-
-
-def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
     MetricWriter(tmp_path, resume_step=None, tensorboard=False).close()
-
-
-def test_tensorboard_gets_one_series_per_mapping_key(tmp_path):
-    with MetricWriter(tmp_path, resume_step=None) as writer:
-        writer.write(7, "train", loss_replicas={2: 1.5, 3: 2.5}, time="now")
-    assert tensorboard(tmp_path) == [(7, "train/loss_replicas/2", 1.5), (7, "train/loss_replicas/3", 2.5)]

@@ -10,14 +10,10 @@ from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import check_name, check_writable, folder_of_flag, full_disk_told, is_full_disk, write_whole
 
 
-def test_text_is_written_as_utf_8_and_bytes_unchanged(tmp_path):
-    assert write_whole(tmp_path / "a", "é\n").read_bytes() == b"\xc3\xa9\n"
-    assert write_whole(tmp_path / "b", b"\x00\r\n").read_bytes() == b"\x00\r\n"
-
-
-def test_the_folder_is_created_and_holds_only_the_file(tmp_path):
-    path = write_whole(tmp_path / "new/folder/a.txt", "text")
-    assert list((tmp_path / "new/folder").iterdir()) == [path]
+@pytest.mark.parametrize(("content", "written"), [("é\n", b"\xc3\xa9\n"), (b"\x00\r\n", b"\x00\r\n")])
+def test_text_is_written_as_utf_8_and_bytes_unchanged_to_a_new_folder(tmp_path, content, written):
+    path = write_whole(tmp_path / "new/folder/a", content)
+    assert path.read_bytes() == written and list((tmp_path / "new/folder").iterdir()) == [path]
 
 
 def test_a_failed_write_leaves_the_former_file(tmp_path, monkeypatch):
@@ -55,10 +51,16 @@ def test_a_full_disk_is_a_transient_error_that_names_the_folder(tmp_path):
         file.write("text")
 
 
-def test_a_full_disk_is_recognized_by_number_or_words():
-    assert is_full_disk(OSError(errno.EDQUOT, "used up"))
-    assert is_full_disk(ValueError("RESOURCE_EXHAUSTED: No space left on device [28]"))
-    assert not is_full_disk(OSError(errno.EIO, "Input/output error"))
+@pytest.mark.parametrize(
+    ("error", "is_full"),
+    [
+        (OSError(errno.EDQUOT, "used up"), True),
+        (ValueError("RESOURCE_EXHAUSTED: No space left on device [28]"), True),
+        (OSError(errno.EIO, "Input/output error"), False),
+    ],
+)
+def test_a_full_disk_is_recognized_by_number_or_words(error, is_full):
+    assert is_full_disk(error) == is_full
 
 
 def test_errors_other_than_a_full_disk_are_unchanged(tmp_path):
@@ -66,22 +68,22 @@ def test_errors_other_than_a_full_disk_are_unchanged(tmp_path):
         (tmp_path / "absent").read_text()
 
 
-def test_an_empty_folder_name_is_refused():
-    with pytest.raises(UserError, match="names no folder"):
-        folder_of_flag("")
-
-
-@pytest.mark.parametrize("text", ["gs://bucket/run", "s3://bucket/run", "hf+http://there", "gs:/bucket"])
-def test_an_address_is_refused_as_a_folder(text):
-    with pytest.raises(UserError, match="is an address"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no folder"),
+        *((address, "is an address") for address in ("gs://bucket/run", "s3://b/run", "hf+http://there", "gs:/bucket")),
+        ("~nobody_of_this_name/run", "home folder of nobody"),
+    ],
+)
+def test_a_flag_that_names_no_folder_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
         folder_of_flag(text)
 
 
 def test_a_folder_may_be_named_from_home(monkeypatch):
     monkeypatch.setenv("HOME", "/somewhere")
     assert [str(folder_of_flag(text)) for text in ("~/run", "runs/a:b", "/c")] == ["/somewhere/run", "runs/a:b", "/c"]
-    with pytest.raises(UserError, match="home folder of nobody"):
-        folder_of_flag("~nobody_of_this_name/run")
 
 
 def test_an_existing_or_creatable_folder_is_writable(tmp_path):
