@@ -59,7 +59,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--push", metavar="USER/NAME", help="commit the model to this repository on the hub")
     parser.add_argument("--private", action="store_true", help="make that repository private where it is new")
     parser.add_argument("--tokenizer", help="the run's tokenizer, where it is no longer where it was: a name or folder")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--replica", type=int, help="export this replica's weights, counted from 0")
-    which.add_argument("--merged", action="store_true", help="export the mean of all replicas' weights (the default)")
+    parser.add_argument("--replica", type=int, help="export this replica, counted from 0 (default: their mean)")
     return parser
