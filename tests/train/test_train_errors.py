@@ -217,14 +217,6 @@ def test_weights_that_are_not_finite_are_refused_at_the_start_naming_the_array(t
     assert "lr" not in str(refused.value)
 
 
-def test_a_complete_run_tells_of_settings_that_come_too_late(config, trained, tmp_path, capsys):
-    workdir = tmp_path / "ended"
-    shutil.copytree(trained, workdir)
-    assert train_here(config, workdir, "--config.num_steps=8", "--config.outer.final_merge=True") == 0
-    printed = capsys.readouterr().out
-    assert "; without effect: outer.final_merge: False before, True now" in printed
-
-
 def test_truncated_weights_are_refused_and_the_workdir_is_unchanged(config, trained, tmp_path):
     workdir = tmp_path / "damaged"
     shutil.copytree(trained, workdir)
@@ -240,13 +232,12 @@ def test_truncated_weights_are_refused_and_the_workdir_is_unchanged(config, trai
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("command", [[], ["--config.num_replicas=2", "--config.elastic=merge"]], ids=["same", "fewer"])
-def test_a_dry_run_refuses_a_checkpoint_with_missing_arrays(config, trained, tmp_path, command):
+def test_a_dry_run_refuses_a_checkpoint_with_missing_arrays(config, trained, tmp_path):
     workdir = tmp_path / "no_arrays"
     shutil.copytree(trained, workdir)
     for path in (workdir / "checkpoints/8/state").rglob("d/*"):
         path.unlink()
-    line = refusal(config, workdir, "--config.num_steps=24", *command, dry_run=True)
+    line = refusal(config, workdir, "--config.num_steps=24", dry_run=True)
     assert re.search(r"checkpoints/8 cannot be read \(state/\S+ is missing\): give --from_step=", line)
 
 

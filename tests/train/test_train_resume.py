@@ -121,6 +121,8 @@ def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path)
 
 
 def test_restarting_a_complete_run_prints_one_line(config, uninterrupted, capsys):
-    assert train(from_dict(load_config(str(config))), uninterrupted) == 0
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("the run is complete (24 steps): give a larger --config.num_steps")
+    for flags, late in ([], ""), (["--config.outer.final_merge=True"], "outer.final_merge: False before, True now"):
+        assert train(from_dict(load_config(str(config), flags)), uninterrupted) == 0
+        [line] = capsys.readouterr().out.splitlines()
+        assert line.startswith("the run is complete (24 steps): give a larger --config.num_steps")
+        assert line.endswith(f"; without effect: {late}" if late else "new run")
