@@ -126,29 +126,10 @@ class Copy:
 
     def pytest(self, arguments: Iterable[str]) -> tuple[int, list[str]]:
         """Run tests; return pytest's exit status and the ids of those that failed."""
-        command = [
-            "nice",
-            "-n",
-            "19",
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            "-rfE",
-            "--tb=no",
-        ]
+        options = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-rfE", "--tb=no"]
+        command = ["nice", "-n", "19", sys.executable, *options, *arguments]
         variables = os.environ | {"PYTHONPATH": str(self.folder)}
-        run = subprocess.run(
-            [*command, *arguments],
-            cwd=self.folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-        )
+        run = subprocess.run(command, cwd=self.folder, env=variables, capture_output=True, text=True)
         failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", run.stdout, re.MULTILINE)
         return run.returncode, failed or [f"pytest's exit status {run.returncode}"] * bool(run.returncode)
 
