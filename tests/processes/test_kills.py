@@ -46,7 +46,7 @@ def whole(config, request) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
 def test_a_run_interrupted_at_random_instants_matches_the_undisturbed_run_bitwise(whole, signalled, request):
     rng, count = random.Random(request.config.getoption("--kills_seed")), 0
     for number in itertools.count():
