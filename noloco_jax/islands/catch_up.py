@@ -1,7 +1,7 @@
 """Catching up: an island that is far behind, new, or has lost its weights continues from those of one donor.
 
-The donor's weights flow while it trains on; the last frame says where it is by then, so that a slow line costs old
-weights, not rounds. Merges fetch weights by the same call.
+The donor's weights flow while it trains on. Once they have come it is asked where it is by then, so that a slow line
+costs old weights, not rounds. Merges fetch weights by the same calls.
 
 A donor is drawn at random from the peers near the median round, so that no island becomes everybody's donor by what it
 claims. What comes is checked for its size, finite values and distance from the own weights; its position must be one
@@ -76,6 +76,12 @@ async def give(node: Node, state: State, request: pb.WeightsRequest) -> AsyncIte
     has_last = node.phase in FINISHED
     if not has_last and (request.last or node.phase != pb.Status.TRAINING):
         raise Broken("it has no weights to give yet" if node.phase != pb.Status.LEAVING else "it leaves")
+    if request.position:
+        locating = asyncio.ensure_future(state.position(request.kind))
+        async for frame in _until_done(locating):
+            yield frame
+        yield pb.WeightsFrame(position=locating.result())
+        return
     copying = asyncio.ensure_future(state.weights(request.kind))
     async for frame in _until_done(copying):
         yield frame
@@ -84,10 +90,6 @@ async def give(node: Node, state: State, request: pb.WeightsRequest) -> AsyncIte
     view = memoryview(data)
     for start in range(0, len(data), PIECE_BYTES):
         yield pb.WeightsFrame(piece=pb.Piece(data=bytes(view[start : start + PIECE_BYTES])))
-    copying = asyncio.ensure_future(state.position(request.kind))
-    async for frame in _until_done(copying):
-        yield frame
-    yield pb.WeightsFrame(position=copying.result())
 
 
 async def _until_done(copying: asyncio.Future) -> AsyncIterator[pb.WeightsFrame]:
@@ -106,48 +108,39 @@ async def receive(network: Network, donor: str, request: pb.WeightsRequest, size
       Broken: if the donor refuses, or is silent for too long.
       Unfit: if what comes is not of this size.
     """
-    frames = network.weights(donor, request).__aiter__()
-
-    async def next_frame(kind: str) -> Any:
-        frame = pb.WeightsFrame(not_yet=pb.NotYet())
-        try:
-            async with asyncio.timeout(GIVE_SECONDS):
-                while frame.HasField("not_yet"):
-                    async with asyncio.timeout(SILENT_DONOR_SECONDS):
-                        frame = await anext(frames)
-        except TimeoutError:
-            raise Broken(f"no answer in {SILENT_DONOR_SECONDS:g} s") from None
-        except StopAsyncIteration:
-            raise Broken("it ended the call early") from None
-        if frame.WhichOneof("kind") != kind:
-            raise Unfit(f"{frame.WhichOneof('kind')} in the place of {kind}")
-        return getattr(frame, kind)
-
-    try:
-        if (offered := (await next_frame("offer")).num_bytes) != size:
+    async with contextlib.aclosing(network.weights(donor, request)) as frames:
+        if (offered := (await _next_frame(frames, "offer")).num_bytes) != size:
             raise Unfit(f"weights of {offered} bytes, where {size} are needed")
         pieces, missing = [], size
         while missing:
-            piece = (await next_frame("piece")).data
+            piece = (await _next_frame(frames, "piece")).data
             if len(piece) != min(PIECE_BYTES, missing):
                 raise Unfit(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
             missing -= len(piece)
             pieces.append(piece)
-        position = await next_frame("position")
-        await _to_the_end(frames)
-    finally:
-        await frames.aclose()
+    request = pb.WeightsRequest(kind=request.kind, last=request.last, position=True)
+    async with contextlib.aclosing(network.weights(donor, request)) as frames:
+        position = await _next_frame(frames, "position")
     if not -1 <= position.round < MAX_ROUND or position.step >= MAX_ROUND:
         raise Unfit("weights of an impossible round")
     return b"".join(pieces), position
 
 
-async def _to_the_end(frames: AsyncIterator[pb.WeightsFrame]) -> None:
-    """Await the end of a donor's call after its last frame; a call cancelled before counts as failed over there."""
-    with contextlib.suppress(Broken, TimeoutError, StopAsyncIteration):
-        async with asyncio.timeout(SILENT_DONOR_SECONDS):
-            await anext(frames)
-        raise Unfit("a frame after the last one")
+async def _next_frame(frames: AsyncIterator[pb.WeightsFrame], kind: str) -> Any:
+    """Return the content of the next frame; raise `Unfit` where it is of another kind."""
+    frame = pb.WeightsFrame(not_yet=pb.NotYet())
+    try:
+        async with asyncio.timeout(GIVE_SECONDS):
+            while frame.HasField("not_yet"):
+                async with asyncio.timeout(SILENT_DONOR_SECONDS):
+                    frame = await anext(frames)
+    except TimeoutError:
+        raise Broken(f"no answer in {SILENT_DONOR_SECONDS:g} s") from None
+    except StopAsyncIteration:
+        raise Broken("it ended the call early") from None
+    if frame.WhichOneof("kind") != kind:
+        raise Unfit(f"{frame.WhichOneof('kind')} in the place of {kind}")
+    return getattr(frame, kind)
 
 
 def sample(node: Node, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:

@@ -270,7 +270,7 @@ class Peer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seen: _Optional[float] = ..., fault: _Optional[str] = ...) -> None: ...
 
 class WeightsRequest(_message.Message):
-    __slots__ = ("kind", "last")
+    __slots__ = ("kind", "last", "position")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         EXACT: _ClassVar[WeightsRequest.Kind]
@@ -281,9 +281,11 @@ class WeightsRequest(_message.Message):
     WHOLE: WeightsRequest.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     kind: WeightsRequest.Kind
     last: bool
-    def __init__(self, kind: _Optional[_Union[WeightsRequest.Kind, str]] = ..., last: bool = ...) -> None: ...
+    position: bool
+    def __init__(self, kind: _Optional[_Union[WeightsRequest.Kind, str]] = ..., last: bool = ..., position: bool = ...) -> None: ...
 
 class WeightsFrame(_message.Message):
     __slots__ = ("offer", "piece", "position", "not_yet")

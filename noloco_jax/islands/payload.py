@@ -215,9 +215,13 @@ class StateForms:
             if specs[number].nbytes > SMALL_BYTES or total > ALL_SMALL_BYTES:
                 break
             small.add(number)
-        leaves = {EXACT: weights, CATCH_UP: [*weights, *carried], WHOLE: range(len(specs))}
-        self._large = {kind: [n for n in numbers if n not in small] for kind, numbers in leaves.items()}
-        self._small = {kind: [n for n in numbers if n in small] for kind, numbers in leaves.items()}
+        leaves: dict[int, Sequence[int]] = {EXACT: weights, CATCH_UP: [*weights, *carried], WHOLE: range(len(specs))}
+        self._large: dict[int, list[int]] = {
+            kind: [n for n in numbers if n not in small] for kind, numbers in leaves.items()
+        }
+        self._small: dict[int, list[int]] = {
+            kind: [n for n in numbers if n in small] for kind, numbers in leaves.items()
+        }
         self._floats = {n for n in weights if jnp.issubdtype(specs[n].dtype, jnp.floating)}
 
     def large(self, kind: int) -> list[int]:
