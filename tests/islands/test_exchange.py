@@ -77,6 +77,24 @@ def test_a_frame_that_is_lost_once_costs_nothing(kind, sender):
         np.testing.assert_array_equal(ours[round] + theirs[round], 0.0)
 
 
+def test_an_exchange_that_the_partner_accepts_anew_does_not_count_as_one_sided():
+    """A lost `Received` leaves it open whether the partner has committed; its next `Accept` says that it has not."""
+    sea = Sea(["a", "b"])
+    lost: list[str] = []
+
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        await no_faults(sender, receiver, kind)
+        if (kind == "received" and not lost) or (kind == "piece" and lost):
+            lost.append(kind)
+            raise Broken("a fault of the test")
+
+    sea.faults = faults
+    sims = run_virtual(train_two(sea, 4))
+    assert lost[0] == "received" and "piece" in lost
+    assert [sim.node.meetings.one_sided for sim in sims] == [0, 0]
+    assert not any(met.one_sided for sim in sims for met in sim.met)
+
+
 def test_a_peer_that_stops_in_the_middle_is_named_and_costs_rounds_alone():
     sea = Sea(["a", "b"], step_seconds=1.0)
 
