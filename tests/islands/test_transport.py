@@ -150,7 +150,8 @@ def test_a_caller_that_takes_no_more_weights_is_left_after_seconds(keys, monkeyp
             node.pieces, node.piece_bytes = 200, 1 << 20
             frames = one.weights("paris", pb.WeightsRequest())
             await anext(frames)
-            await node.ended.wait()
+            async with asyncio.timeout(60):
+                await node.ended.wait()
             await frames.aclose()
 
     asyncio.run(main())
