@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ class Command(NamedTuple):
     page: str
     tool: str
     arguments: list[str]
-    printed: list[str]
+    printed: Sequence[str]
 
 
 def documented() -> list[Command]:
