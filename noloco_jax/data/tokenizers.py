@@ -245,7 +245,8 @@ class DocumentEncoder:
                     f"data.add_{which}=True, but data.tokenizer={tokenizer.name!r} has no {which.upper()} token: "
                     f"set data.add_{which}=False"
                 )
-        self._before, self._after = [tokenizer.bos_id] * add_bos, [tokenizer.eos_id] * add_eos
+        self._before: Sequence[Any] = [tokenizer.bos_id] * add_bos
+        self._after: Sequence[Any] = [tokenizer.eos_id] * add_eos
 
     def _check(self, ids: np.ndarray) -> None:
         if self._vocab_size is None or not len(ids):
