@@ -191,6 +191,7 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"method": "sparseloco", "outer": {"delay": 1}}, ["outer.delay=1", "method='sparseloco'", "at 0"]),
             ({"method": "local", "outer": {"offload": True}}, ["outer.offload=True", "method='local'"]),
             ({"keep_period": 700, "checkpoint_every": 500}, ["keep_period=700", "checkpoint_every=500"]),
+            ({"outer": {"delay": 51}}, ["outer.delay=51", "lower it to 50"]),
             ({"num_microbatches": 3}, ["data.batch_size=8", "num_microbatches=3"]),
             ({"mesh": {"replica": 3}}, ["num_replicas=4", "mesh.replica=3"]),
             ({"mesh": {"fsdp": -1}}, ["mesh.replica", "mesh.fsdp", "-1"]),

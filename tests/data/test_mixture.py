@@ -175,15 +175,16 @@ def test_changing_the_number_of_replicas_skips_and_repeats_no_token(tmp_path):
 def test_added_replicas_continue_the_order_of_sources(tmp_path):
     config, _ = write_mixture(tmp_path)
     streams = open_streams(config, 3)
-    for stream in streams:
-        take(stream, 4)
+    for replica, stream in enumerate(streams):
+        take(stream, 4 + replica)
     states = redistribute([stream.get_state() for stream in streams], 5)
-    assert [state["drawn"] for state in states] == [8] * 5
+    drawn = [state["drawn"] for state in states]
+    assert drawn == [8, 10, 12, 8, 10]
     order = Mixture({f"data.mixture.{name}": source.weight for name, source in config.mixture.items()})
     for replica, stream in enumerate(open_streams(config, 5)):
         stream.set_state(states[replica])
         found = [group_of(inputs[0]) for inputs, _ in sequences(take(stream, 2))]
-        assert found == [order.source_at(8 + replica + k) for k in range(4)]
+        assert found == [order.source_at(drawn[replica] + replica + k) for k in range(4)]
 
 
 def test_changed_weights_apply_from_the_resume_and_sources_keep_their_positions(tmp_path):
