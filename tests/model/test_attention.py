@@ -11,18 +11,27 @@ import pytest
 
 from noloco_jax.model.attention import causal_attention
 
+# Lengths within and beyond a block of 128 queries, and windows within and beyond both.
+WHOLE = [(7, 4, None), (128, 2, None), (130, 1, None), (300, 2, None)]
+WINDOWS = [(7, 2, 1), (7, 2, 3), (130, 4, 5), (300, 1, 128), (300, 4, 140), (50, 2, 60)]
 
-@pytest.mark.parametrize(("length", "kv_heads"), [(7, 4), (128, 2), (130, 1), (300, 2)])
-def test_attention_is_the_softmax_over_earlier_positions(length, kv_heads):
+
+@pytest.mark.parametrize("documents", [False, True], ids=["whole sequences", "documents"])
+@pytest.mark.parametrize(("length", "kv_heads", "window"), [*WHOLE, *WINDOWS])
+def test_attention_is_the_softmax_over_the_positions_that_are_seen(length, kv_heads, window, documents):
     rng = np.random.default_rng(0)
     q_BTHK, k_BTGK, v_BTGK = (rng.standard_normal((2, length, heads, 8)) for heads in (4, kv_heads, kv_heads))
+    segments_BT = np.cumsum(rng.random((2, length)) < 0.05, axis=1, dtype=np.int32) if documents else None
+    seen_BTS = np.zeros((2, length, length))
+    for t in range(length):
+        for s in range(0 if window is None else max(0, t - window + 1), t + 1):
+            seen_BTS[:, t, s] = 1 if segments_BT is None else segments_BT[:, t] == segments_BT[:, s]
     k_BTHK, v_BTHK = (np.repeat(x, 4 // kv_heads, axis=2) for x in (k_BTGK, v_BTGK))
-    scores_BHTS = np.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / math.sqrt(8)
-    weights_BHTS = np.exp(scores_BHTS) * np.tril(np.ones((length, length)))
+    weights_BHTS = np.exp(np.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / math.sqrt(8)) * seen_BTS[:, None]
     weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
     expected_BTHK = np.einsum("bhts,bshk->bthk", weights_BHTS, v_BTHK)
     q, k, v = (x.astype(np.float32) for x in (q_BTHK, k_BTGK, v_BTGK))
-    actual_BTHK = jax.jit(causal_attention)(q, k, v)
+    actual_BTHK = jax.jit(causal_attention, static_argnums=4)(q, k, v, segments_BT, window)
     np.testing.assert_allclose(actual_BTHK, expected_BTHK, atol=2e-6)
 
 

@@ -62,16 +62,6 @@ def test_the_gradient_of_a_packed_batch_equals_that_of_its_documents_alone(param
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), actual, gradient_alone)
 
 
-def test_documents_across_the_cpus_query_blocks_match_jaxs_attention():
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((2, 300, heads, 8)).astype(np.float32) for heads in (4, 2, 2)]
-    segments_BT = np.cumsum(rng.random((2, 300)) < 0.02, axis=1, dtype=np.int32)
-    actual = jax.jit(attention.causal_attention)(*arrays, segments_BT)
-    seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None]) & np.tri(300, dtype=bool)[None]
-    expected = jax.jit(jax.nn.dot_product_attention)(*arrays, mask=seen_BTT[:, None])
-    np.testing.assert_allclose(actual, expected, atol=2e-6)
-
-
 @pytest.mark.parametrize(("length", "used"), [(6, "cudnn"), (5, "xla")])
 def test_gpu_attention_masks_other_documents_and_uses_cudnn_for_even_lengths(monkeypatch, length, used):
     given = {}

@@ -24,7 +24,6 @@ from noloco_jax.model.attention import causal_attention
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import check_has_format, config_from_folder, load_params, save_folder
 from noloco_jax.model.llama import Llama
-from noloco_jax.spmd.mesh import mesh_shape
 from support import modes
 from support.inner_steps import losses
 from support.model_makers import random_params
@@ -224,24 +223,6 @@ def test_weights_without_biases_are_refused_as_qwen2(tmp_path):
         load_params(tmp_path / "m", biased)
 
 
-@pytest.mark.parametrize(("length", "window"), [(7, 1), (7, 3), (130, 5), (300, 128), (300, 140), (50, 60)])
-@pytest.mark.parametrize("documents", [False, True])
-def test_window_attention_is_the_softmax_over_the_last_positions(length, window, documents):
-    rng = np.random.default_rng(0)
-    q_BTHK, k_BTHK, v_BTHK = (rng.standard_normal((2, length, 2, 8)) for _ in range(3))
-    segments_BT = np.cumsum(rng.random((2, length)) < 0.05, axis=1, dtype=np.int32) if documents else None
-    seen_BTS = np.zeros((2, length, length))
-    for t in range(length):
-        for s in range(max(0, t - window + 1), t + 1):
-            seen_BTS[:, t, s] = 1 if segments_BT is None else segments_BT[:, t] == segments_BT[:, s]
-    weights_BHTS = np.exp(np.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / np.sqrt(8)) * seen_BTS[:, None]
-    weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
-    expected_BTHK = np.einsum("bhts,bshk->bthk", weights_BHTS, v_BTHK)
-    q, k, v = (x.astype(np.float32) for x in (q_BTHK, k_BTHK, v_BTHK))
-    actual_BTHK = jax.jit(causal_attention, static_argnums=4)(q, k, v, segments_BT, window)
-    np.testing.assert_allclose(actual_BTHK, expected_BTHK, atol=2e-6)
-
-
 @pytest.mark.parametrize("documents", [False, True])
 def test_window_attention_on_other_devices_equals_the_cpus(monkeypatch, documents):
     """Run JAX's own attention, which other devices use, on the CPU."""
@@ -354,17 +335,6 @@ def test_configs_in_the_form_before_transformers_5_are_read(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(entries))
     read = from_dict({"model": config_from_folder(tmp_path)}).model
     assert {field: getattr(read, field) for field in expected} == expected
-
-
-def test_fragments_that_do_not_divide_a_norm_of_heads_are_refused():
-    config = run_of(MeshConfig(replica=1))
-    config = dataclasses.replace(config, outer=dataclasses.replace(config.outer, fragments=4))
-    mesh_shape(config, 1)
-    config = dataclasses.replace(config, outer=dataclasses.replace(config.outer, fragments=8))
-    with pytest.raises(
-        UserError, match=r"fragments=8 does not divide the weight blocks\.k_norm, which is cut along 12"
-    ):
-        mesh_shape(config, 1)
 
 
 @pytest.mark.parametrize(
