@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noloco_jax.config import from_dict
+from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.spmd import losses
 from noloco_jax.spmd.gradients import replica_gradient
 from noloco_jax.spmd.losses import build_losses, replicas_at_once
@@ -58,6 +58,10 @@ def run(num_replicas: int, hidden: int, intermediate: int, layers: int, tokens: 
     )
 
 
+def staged(config: TrainConfig) -> TrainConfig:
+    return replace(config, mesh=replace(config.mesh, stage=2))
+
+
 def test_small_replicas_of_a_gpu_are_computed_at_once():
     quickstart, eleven_million = run(4, 128, 512, 2, 256), run(8, 384, 1024, 6, 2048)
     assert replicas_at_once(quickstart, on("gpu")) == 4
@@ -74,18 +78,9 @@ def test_small_replicas_of_a_gpu_are_computed_at_once():
         (run(64, 384, 1024, 6, 2048), on("gpu")),  # activations of 64 replicas
         (run(4, 128, 512, 2, 256), on("gpu", fsdp=2)),
         (run(4, 128, 512, 2, 256, kind="moe"), on("gpu")),  # whose experts are taken in turn
+        (run(4, 128, 512, 2, 256), jax.sharding.AbstractMesh((4, 1, 1, 1), ("replica", "stage", "fsdp", "tensor"))),
+        (staged(run(4, 128, 512, 2, 256)), on("gpu")),
     ],
 )
 def test_all_other_replicas_are_computed_one_after_another(config, mesh):
     assert replicas_at_once(config, mesh) == 1
-
-
-def test_a_mesh_without_devices_is_of_no_gpu():
-    sizes = (4, 1, 1, 1)
-    mesh = jax.sharding.AbstractMesh(sizes, ("replica", "stage", "fsdp", "tensor"))
-    assert replicas_at_once(run(4, 128, 512, 2, 256), mesh) == 1
-
-
-def test_stages_are_not_whole_replicas():
-    config = run(4, 128, 512, 2, 256)
-    assert replicas_at_once(replace(config, mesh=replace(config.mesh, stage=2)), on("gpu")) == 1

@@ -16,6 +16,7 @@ def test_every_replica_of_the_next_stage_is_equally_likely(num_replicas):
     counts = np.zeros((2, num_replicas, num_replicas), int)
     for entry in pool:
         for boundary, destinations in enumerate(entry):
+            assert sorted(destinations) == list(range(num_replicas))
             counts[boundary, np.arange(num_replicas), destinations] += 1
     assert (counts == len(pool) // num_replicas).all()
 
@@ -26,11 +27,6 @@ def test_each_of_100_replicas_sends_to_64_replicas_equally_often():
     for boundary in (0, 1):
         assert (np.sort(pool[:, boundary], axis=-1) == np.arange(100)).all()
         assert all(len(set(pool[:, boundary, replica])) == 64 for replica in range(100))
-
-
-def test_every_route_is_a_permutation_of_the_replicas():
-    pool = route_pool(6, 4, seed=1, routing="random")
-    assert (np.sort(pool, axis=-1) == np.arange(6)).all()
 
 
 def test_stage_boundaries_have_different_routes():
@@ -68,6 +64,7 @@ def test_messages_deliver_every_stages_output_along_its_route(num_devices, num_s
     for entry, routes in enumerate(pool):
         arrived = {}
         pattern = messages.patterns[messages.pattern_of[entry]]
+        assert all({*there[num_stages - 1 :: num_stages]} == {NOWHERE} for there, _ in pattern)  # the last stage
         start = 0
         incoming = {}
         for destinations, count in pattern:
@@ -89,10 +86,3 @@ def test_messages_deliver_every_stages_output_along_its_route(num_devices, num_s
                 arrived[source, stage] = replica_device * num_slots + slot
         for stage in range(1, num_stages):
             assert [arrived[i, stage] for i in range(num_replicas)] == list(routes[stage - 1])
-
-
-def test_the_last_stage_sends_nothing():
-    messages = device_routes(route_pool(4, 2, seed=0, routing="random"), 4, 1)
-    for pattern in messages.patterns:
-        for destinations, _ in pattern:
-            assert all(there == NOWHERE for there in destinations[1::2])
