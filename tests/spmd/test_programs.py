@@ -1,4 +1,4 @@
-"""Results of a run's programs, against numpy: outer steps with the logged groups, merging, spread."""
+"""Results of a run's programs, against numpy: outer steps with the pairing's groups, merging, spread."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict, load_config
-from noloco_jax.metrics.console import Progress
+from noloco_jax.methods import method_of
 from noloco_jax.metrics.evaluate import Validation, evaluate, evaluate_alone
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
@@ -27,10 +27,9 @@ RULES = {
 
 
 @pytest.mark.parametrize("method", RULES)
-def test_a_runs_outer_steps_match_the_oracle_with_the_logged_groups(method, config, tmp_path, monkeypatch):
+def test_a_runs_outer_steps_match_the_oracle_with_the_pairings_groups(method, config, tmp_path, monkeypatch):
     """Record the inputs and outputs of every outer step within a run of the trainer over several devices."""
     steps: list[tuple[Any, Any, Any]] = []
-    logged: list[tuple[int, Any]] = []
 
     def compile_and_watch(*arguments: Any, **options: Any) -> Any:
         programs = compile_programs(*arguments, **options)
@@ -46,14 +45,12 @@ def test_a_runs_outer_steps_match_the_oracle_with_the_logged_groups(method, conf
         return dataclasses.replace(programs, outer_step=watched)
 
     monkeypatch.setattr(trainer, "compile_programs", compile_and_watch)
-    monkeypatch.setattr(Progress, "outer", lambda self, step, count, round, *rest: logged.append((round, rest[0])))
     flags = ["--config.outer.momentum=0.5", "--config.outer.sync_every=4", "--config.outer.nesterov=False"]
     run = from_dict(load_config(str(config), [f"--config.method={method}", *flags]))
     assert trainer.train(run, tmp_path / "run") == 0
 
-    assert [round for round, _ in logged] == list(range(6))
-    assert len(steps) == 6
-    for (before, params, rule), (_, groups) in zip(steps, logged, strict=True):
+    drawn = [method_of(run).groups(run, number) for number in range(6)]
+    for (before, params, rule), groups in zip(steps, drawn, strict=True):
         theta, phi, delta = (jax.tree.leaves(tree) for tree in before)
         after = (jax.tree.leaves(tree) for tree in (params, rule.slow, rule.momentum))
         for inputs, (new_theta, new_phi, new_delta) in zip(
@@ -64,7 +61,7 @@ def test_a_runs_outer_steps_match_the_oracle_with_the_logged_groups(method, conf
             np.testing.assert_allclose(new_delta, momentum, rtol=1e-5, atol=1e-6)
             np.testing.assert_array_equal(new_theta, new_phi)
     if method == "noloco":
-        assert len({tuple(groups) for _, groups in logged}) > 1
+        assert len({tuple(groups) for groups in drawn}) > 1
 
 
 @pytest.fixture(scope="module")
