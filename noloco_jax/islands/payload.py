@@ -115,8 +115,9 @@ class _Codec:
     def read(self, own: Message, theirs: Sequence[bytes]) -> Read:
         arrays = unpack(theirs[0], self._specs)
         if self._read is None:
-            differences = [_float32(y) - _float32(x) for x, y in zip(own.arrays, arrays, strict=True)]
-            return Read(differences, _norm(arrays), _norm(differences))
+            with np.errstate(all="ignore"):  # what is not finite is refused
+                differences = [_float32(y) - _float32(x) for x, y in zip(own.arrays, arrays, strict=True)]
+                return Read(differences, _norm(arrays), _norm(differences))
         differences, norm, distance = self._read(*jax.device_put((list(own.arrays), arrays), self._host))
         return Read([np.asarray(x) for x in differences], float(norm), float(distance))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.catch_up import receive
+from noloco_jax.islands.catch_up import CatchUp, receive
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.interfaces import Met, Settings
 from support.island_world import Sea, Sim, participation
@@ -110,6 +110,20 @@ def test_a_member_that_claims_the_largest_round_is_nobody_s_donor():
     assert all(np.abs(sim.slow).max() < 10 for sim in sims)
 
 
+def test_a_donor_is_near_the_median_round_when_it_is_chosen_and_when_its_weights_have_come():
+    async def main():
+        a = Sea(list("abcde")).add("a")
+        catch_up = CatchUp(a.node, a)
+        rounds = zip("bcde", (10, 10, 11, 1000), strict=True)
+        found = {name: pb.Status(phase=pb.Status.TRAINING, round=round) for name, round in rounds}
+        assert sorted(catch_up._donors(found)) == ["b", "c", "d"]
+        catch_up._check(pb.Position(round=11), found)
+        with pytest.raises(Unfit, match="where most are at"):
+            catch_up._check(pb.Position(round=1000), found)
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("step", [0, 55, 10**9])
 def test_a_position_whose_step_and_round_do_not_belong_together_is_refused(step):
     async def main():
@@ -120,8 +134,6 @@ def test_a_position_whose_step_and_round_do_not_belong_together_is_refused(step)
         a = sea.islands["a"]
         a.node.phase = liar.node.phase = pb.Status.TRAINING
         liar.node.round = 5
-        from noloco_jax.islands.catch_up import CatchUp
-
         catch_up = CatchUp(a.node, a)
         status = pb.Status(phase=pb.Status.TRAINING, round=5)
 

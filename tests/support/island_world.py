@@ -61,7 +61,8 @@ class Numbers:
 
     def read(self, own: np.ndarray, theirs: Sequence[bytes]) -> Read:
         values = np.frombuffer(theirs[0])
-        return Read(values, float(np.linalg.norm(values)), float(np.linalg.norm(values - own)))
+        with np.errstate(all="ignore"):  # what is not finite is refused
+            return Read(values, float(np.linalg.norm(values)), float(np.linalg.norm(values - own)))
 
     def correction(self, own: np.ndarray, read: Read, weight: float) -> np.ndarray:
         return weight * (read.arrays - own)
