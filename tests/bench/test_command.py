@@ -29,7 +29,7 @@ def sigterm():
         (["--vary", "num_replicas=2,"], "is not FIELD=VALUE,VALUE"),
         (["--vary", "num_replica=2"], "unknown config field 'num_replica': did you mean 'num_replicas'?"),
         (["--vary", "num_replicas=2,x"], "--config.num_replicas=x: expected int"),
-        (["--vary", "method=noloco,nococo"], "method='nococo' is unknown: did you mean 'noloco'?"),
+        (["--vary", "method=noloco,nococo"], "method='nococo' is not allowed: give one of noloco"),
         (["--vary", "num_replicas=2", "num_replicas=4"], "--vary names num_replicas twice"),
         (["--steps=0"], "--steps=0 is no number of steps"),
         (["--data_seconds=-1"], "--data_seconds=-1 is no time"),
