@@ -87,7 +87,7 @@ class Dialler:
         except grpc.aio.AioRpcError as error:
             raise Broken(_words(error, seconds)) from None
 
-    async def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+    async def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
         method = self._channel(peer).unary_stream(
             f"/{_SERVICE}/Weights",
             request_serializer=pb.WeightsRequest.SerializeToString,

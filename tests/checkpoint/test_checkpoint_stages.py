@@ -88,10 +88,10 @@ def test_a_restored_muon_state_continues_training_bitwise(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "vocab_size", "words"),
     [
-        (2, 1, 32, ""),
-        (1, 2, 32, ""),
-        (4, 2, 40, "the vocabulary is padded to 48 tokens, before 64"),
-        (1, 4, 29, "the vocabulary is padded to 32 tokens, before 29"),
+        (2, 1, 64, ""),
+        (1, 2, 64, ""),
+        (4, 2, 136, "the vocabulary is padded to 144 tokens, before 160"),
+        (1, 4, 29, "the vocabulary is padded to 128 tokens, before 29"),
     ],
 )
 def test_restoring_with_other_stages_preserves_state_and_training(tmp_path, before, after, vocab_size, words):

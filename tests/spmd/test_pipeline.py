@@ -314,6 +314,7 @@ def test_windows_fit_the_stages_parts_of_a_small_vocabulary():
     config = run_config(2, vocab_size=24, replica=2)
     config = dataclasses.replace(config, outer=dataclasses.replace(config.outer, wire="modulo4"))
     programs = programs_of(config, 4)
+    assert programs.outer_step is not None and programs.state.outer is not None
     after = jax.eval_shape(programs.outer_step, programs.state.params, programs.state.outer)
     assert jax.tree.map(jnp.shape, after[1].windows) == jax.tree.map(jnp.shape, programs.state.outer.windows)
 
