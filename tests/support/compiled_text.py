@@ -10,6 +10,7 @@ import numpy as np
 KINDS = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}")
 
 
 class Found(NamedTuple):
@@ -53,6 +54,12 @@ def _groups(line: str, mesh_shape: Mapping[str, int]) -> list[list[int]]:
         shape, dims, order = ([int(n) for n in text.split(",")] if text else None for text in iota.groups())
         assert shape is not None and dims is not None
         return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    if mesh := _MESH.search(line):  # from jax 0.12 on
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        axes = [[*sizes].index(name) for name in re.findall(r"\w+", mesh[2])]
+        devices = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+        size = math.prod(devices.shape[axis] for axis in axes)
+        return np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
     if "replica_groups={}" in line or "replica_groups" not in line:
         return [list(range(math.prod(mesh_shape.values())))]
     raise ValueError(f"unknown form of replica_groups: {line[:300]}")
