@@ -70,10 +70,12 @@ class Copies:
     def give(self, leaves: Mapping[int, np.ndarray], round: int, step: int) -> None:
         """Give copies of the `wanted` arrays, which nobody will change, after a round and a step."""
         with self._lock:
-            ready = [one for one in self._wanted if leaves.keys() >= set(one.numbers)]  # others were asked for since
-            self._wanted = [one for one in self._wanted if one.given not in [other.given for other in ready]]
-        for one in ready:
-            self._loop.call_soon_threadsafe(_resolve, one.given, Given(leaves, round, step))
+            waiting, self._wanted = self._wanted, []
+            for one in waiting:
+                if leaves.keys() >= set(one.numbers):
+                    self._loop.call_soon_threadsafe(_resolve, one.given, Given(leaves, round, step))
+                else:  # asked for since
+                    self._wanted.append(one)
 
     # The network's thread.
 
