@@ -95,6 +95,17 @@ def format_spread(value: float | None) -> str:
     return f"{or_infinity(value):.2e}"
 
 
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Format a Markdown table that is also aligned as plain text; all columns but the first `left` end at the right."""
+    widths = [max(len(cells[i]) for cells in (header, *rows)) for i in range(len(header))]
+    sides = ["<" if i < left else ">" for i in range(len(header))]
+    rule = ["-" * (width - 1) + ("-" if side == "<" else ":") for width, side in zip(widths, sides, strict=True)]
+    return "\n".join(
+        f"| {' | '.join(f'{cell:{side}{width}}' for cell, side, width in zip(cells, sides, widths, strict=True))} |"
+        for cells in (header, rule, *rows)
+    )
+
+
 def or_infinity(value: float | None) -> float:
     """A figure that was not finite is None in metrics.jsonl; here it is infinite."""
     return float("inf") if value is None else float(value)

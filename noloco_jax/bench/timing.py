@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,6 @@ class RandomStreams:
 
     def __next__(self) -> dict[int, dict[str, np.ndarray]]:
         return next(self._batches)
-
-    def get_state(self) -> dict[int, dict]:
-        return {}  # random batches have no position
 
 
 class TimedRun:
@@ -87,32 +84,25 @@ class TimedRun:
 
 
 def inner_times(run: TimedRun, steps: int) -> list[float]:
-    """Seconds from the end of each inner step to the end of the next, one always dispatched ahead, as in training."""
-    ends = []
-    for metrics in _one_ahead(run, _WARMUP + steps):
+    """Return seconds from the end of each inner step to the end of the next, one dispatched ahead as in training."""
+    metrics, ends = run.inner(), []
+    for _ in range(_WARMUP + steps):
+        following = run.inner()
         jax.block_until_ready(metrics)
         ends.append(time.perf_counter())
+        metrics = following
     return np.diff(ends)[-steps:].tolist()
 
 
-def _one_ahead(run: TimedRun, steps: int) -> Iterator[Any]:
-    """Yield the metrics of every step once the next one is dispatched."""
-    metrics = run.inner()
-    for _ in range(steps):
-        following = run.inner()
-        yield metrics
-        metrics = following
-
-
 def outer_times(run: TimedRun) -> list[float]:
-    """Seconds of some outer steps, each after an inner step and of another round.
+    """Return the seconds of some outer steps of different draws, each after an inner step.
 
-    Every round is taken once before it is timed: partners that exchange for the first time connect first.
+    Every draw is taken once before it is timed: partners that exchange for the first time connect first.
     """
     seconds = []
-    for round in (*range(_OUTER_STEPS), *range(_OUTER_STEPS)):
+    for draw in (*range(_OUTER_STEPS), *range(_OUTER_STEPS)):
         run.inner()
-        seconds.append(run.outer(round))
+        seconds.append(run.outer(draw))
     return seconds[_OUTER_STEPS:]
 
 
@@ -129,6 +119,6 @@ def trace(run: TimedRun, folder: Path, *, with_outer: bool) -> None:
 
 
 def quartiles(seconds: list[float]) -> dict[str, float]:
-    """The median and the quartiles beside it."""
+    """Return the median and the quartiles beside it."""
     lower, median, upper = np.percentile(seconds, [25, 50, 75]).tolist()
     return {"median": median, "lower_quartile": lower, "upper_quartile": upper}

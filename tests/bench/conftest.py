@@ -1,6 +1,5 @@
 """Runs that are measured once for all tests of the benchmark."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,30 +13,20 @@ def config_file(tmp_path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fast_matrices():
-    from noloco_jax.bench import rates, worker
-
-    assert worker.matrix_side  # not patched: the notes name the side of a user's matrices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rates, "matrix_side", lambda backend: 64)
-        patch.setattr(rates, "_MATRIX_SECONDS", 0.01)
-        yield
-
-
-@pytest.fixture(scope="session")
-def result(fast_matrices, tmp_path_factory) -> dict:
-    from noloco_jax.bench.worker import measure
+def result(tmp_path_factory) -> dict:
+    from noloco_jax.bench.measure import measure
     from support import benchmarks, processes
 
     data = processes.write_config(tmp_path_factory.mktemp("run") / "made").parent / "data"
     config = benchmarks.small(data=benchmarks.SMALL["data"] | {"path": str(data)})
-    return measure(config, benchmarks.QUICK)
+    return measure(config, steps=3, data_seconds=0.05)
 
 
 @pytest.fixture(scope="session")
-def ddp_result(fast_matrices, tmp_path_factory) -> dict:
+def ddp_result(tmp_path_factory) -> dict:
     """Result of a run without data, with a trace."""
-    from noloco_jax.bench.worker import measure
+    from noloco_jax.bench.measure import measure
     from support import benchmarks
 
-    return measure(benchmarks.small(method="ddp"), replace(benchmarks.QUICK, profile=tmp_path_factory.mktemp("trace")))
+    profile = tmp_path_factory.mktemp("trace")
+    return measure(benchmarks.small(method="ddp"), steps=3, data_seconds=0.05, profile=profile)
