@@ -110,6 +110,7 @@ class Meetings:
         self._open: dict[int, Meeting] = {}
         self._finished: dict[tuple[str, int, int], float] = {}  # (dialler, incarnation, round) -> own factor
         self._steps_late = 0  # of corrections, summed
+        self._told_unequal = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -333,13 +334,11 @@ class Meetings:
         self.one_sided += one_sided
         self._close(meeting)
         node.world.outcome(Met(meeting.round, meeting.partner, "alone", reason=reason, one_sided=one_sided))
-        peer, ratio = node.peers.get(meeting.partner), node.pace.unequal
-        if peer is not None and not peer.told_unequal and ratio is not None:
-            peer.told_unequal = True
-            slower = f"{max(ratio, 1 / ratio):.2g} times as long {'there' if ratio > 1 else 'here'}"
+        if node.pace.has_paused_in_vain and not self._told_unequal:
+            self._told_unequal = True
             node.tell(
-                f"a round takes {slower} as of the last exchange: islands of unequal speed hardly meet in equal steps; "
-                "start all of them with --pace=time (nj.Island has no pace)"
+                f"{meeting.partner} is later, although {node.name} pauses for a fifth of its time: islands of unequal "
+                "speed hardly meet in equal steps; start all of them with --pace=time (nj.Island has no pace)"
             )
 
     def _close(self, meeting: Meeting) -> None:

@@ -2,8 +2,9 @@
 
 Islands tell each other, in every exchange, which round they have ended and how many seconds ago, so that no two clocks
 are compared. An island that was earlier than its partner pauses before its next inner steps, at a quarter of its speed,
-until its lead is gone. It does not pause for a partner that is usually slower by more than a quarter, which would be in
-vain, nor for one that is away, which sends nothing.
+until its lead is gone. Pauses are earned by inner steps. So islands whose speed differs for a while stay level, and for
+partners that are always slower an island pauses for a fifth of its time at most. Speeds are not compared: islands that
+share a machine measure each other's load.
 
 With `--pace=time` rounds, learning rates and the end of a run follow a schedule of inner steps, and an inner step may
 stand for several of them. Islands tell how long a round takes them with every inner step, which depends on nobody else:
@@ -22,15 +23,13 @@ from noloco_jax.islands import messages_pb2 as pb
 
 STEPS_KEPT = 16  # inner steps whose median is the present speed
 STEPS_NEEDED = 4
-USUAL_STEPS = 256  # inner steps whose median is the usual speed, robust to other work on the machine
-USUAL_NEEDED = 64  # inner steps, before which an island pauses for every partner
 ENDS_KEPT = 64  # rounds whose ends are known
 MAX_STRIDE = 16.0  # steps of the schedule that one inner step may stand for
 MAX_CHANGE = 2.0  # factor between the round time to keep and the one of a round that makes up for a delay
 SHARE = 0.5  # share of a delay to make up for in a round
 PARTNERS = 8  # last partners whose round times count
 MAX_PAUSE = 3.0  # before an inner step, in inner steps
-MAX_UNEQUAL = 1.25  # slowest partner to pause for, in multiples of the own round time
+EARNED, MAX_EARNED = 0.25, 256.0  # pauses that an inner step earns, and those that can be saved up, in inner steps
 MAX_SECONDS = 1e6  # that a peer may tell
 
 
@@ -40,16 +39,12 @@ class Pace:
     Args:
       steps_per_round: inner steps of the schedule.
       by_time: True for `--pace=time`.
-
-    Attributes:
-      unequal: a partner's round time over the own one, where pauses are in vain; None: they are not.
     """
 
     def __init__(self, steps_per_round: float, by_time: bool = False):
         self._steps_per_round, self._by_time = steps_per_round, by_time
         self._lock = threading.Lock()
         self._recent: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._usual: deque[float] = deque(maxlen=USUAL_STEPS)
         self._told: dict[str, float] = {}  # partner -> its round time
         self._ends: dict[int, tuple[float, int]] = {}  # round -> time, inner steps
         self._last: float | None = None  # begin of the inner step under way
@@ -57,14 +52,14 @@ class Pace:
         self._steps = 0
         self._carry = 0.0  # fraction of a stride left over
         self._lead = 0.0  # seconds by which this island is earlier than its last partner; negative: later
-        self.unequal: float | None = None
+        self._earned = MAX_EARNED  # pauses left, in inner steps
 
     def stride(self, now: float, largest: int) -> int:
         """Begin an inner step: return the steps of the schedule, from 1 to `largest`, that it stands for."""
         with self._lock:
             if self._last is not None:
-                for seconds in (self._recent, self._usual):
-                    seconds.append(now - self._last - self._paused)
+                self._recent.append(now - self._last - self._paused)
+                self._earned = min(self._earned + EARNED, MAX_EARNED)
             self._last, self._paused = now, 0.0
             self._steps += 1
             wanted = self._carry + self._fitting_stride()
@@ -78,10 +73,17 @@ class Pace:
             step = self._step_seconds()
             if self._lead <= 0 or not step or (self._by_time and self._fitting_stride() > 1):
                 return 0.0
-            seconds = min(self._lead, MAX_PAUSE * step)
+            seconds = min(self._lead, min(MAX_PAUSE, self._earned) * step)
             self._lead -= seconds
+            self._earned -= seconds / step
             self._paused = seconds
             return seconds
+
+    @property
+    def has_paused_in_vain(self) -> bool:
+        """True if all pauses that were earned are spent, and this island is still earlier than its last partner."""
+        with self._lock:
+            return self._earned < 1 and self._lead > 0
 
     def round_ended(self, round: int, now: float) -> None:
         with self._lock:
@@ -111,14 +113,8 @@ class Pace:
             ended, steps = self._ends[timing.round]
             # By the clock, but no more than the steps taken since: who was held up itself has not been ahead meanwhile.
             since = min(now - ended, (self._steps - steps) * self._step_seconds())
-            lead = since - timing.ago
-            ratio = timing.round_seconds / own if len(self._usual) >= USUAL_NEEDED else 1.0
-            self.unequal = None if self._by_time or 1 / MAX_UNEQUAL <= ratio <= MAX_UNEQUAL else ratio
-            if self._by_time:
-                limit = 2 * self._target()
-                self._lead = min(max(lead, -limit), limit)
-            else:
-                self._lead = lead if ratio <= MAX_UNEQUAL else 0.0
+            limit = 2 * self._target() if self._by_time else math.inf
+            self._lead = min(max(since - timing.ago, -limit), limit)
 
     def round_seconds(self) -> float:
         """Return the usual duration of a round; 0 while unknown."""
@@ -151,5 +147,4 @@ class Pace:
 
     def _round_seconds(self) -> float:
         """Return the duration of a round in which every inner step is taken."""
-        seconds = self._recent if self._by_time else self._usual
-        return statistics.median(seconds) * self._steps_per_round if len(seconds) >= STEPS_NEEDED else 0.0
+        return self._step_seconds() * self._steps_per_round

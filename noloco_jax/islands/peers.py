@@ -44,7 +44,6 @@ class Peer:
       address: a newer one than in the roster, which it has told itself.
       asked_for_roster: time when it was last asked for its roster.
       told_silence: the reason for which it did not answer, as was told, and when it had been heard.
-      told_unequal: True once it was told that its rounds take another time.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Peer:
     address: Address | None = None
     asked_for_roster: float = -math.inf
     told_silence: tuple[str, float | None] | None = None
-    told_unequal: bool = False
 
     def fault(self, round: int) -> str:
         """Return the reason for which nothing is exchanged with it in a round, or an empty text."""

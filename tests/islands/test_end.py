@@ -1,11 +1,15 @@
 """End of a run: who has finished, as the others know it, where messages are lost or late and islands are killed."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from noloco_jax.islands import final_merge
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.node import SILENT
 from support.island_world import Sea, Sim
 from support.virtual_time import run_virtual
@@ -101,3 +105,22 @@ def test_a_partner_that_leaves_ends_the_meeting_at_once():
         await sea.close()
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(("unmerged", "seconds"), [([], 30.0), (["rome"], 600.0)], ids=["gone", "still there"])
+def test_a_peer_that_may_have_gone_is_asked_for_its_weights_for_half_a_minute_alone(unmerged, seconds, monkeypatch):
+    now = 100.0
+
+    def sleep(duration: float) -> None:
+        nonlocal now
+        now += duration
+
+    def fetch(name: str) -> Any:
+        return SimpleNamespace(result=lambda: (_ for _ in ()).throw(Broken("nobody listens there")))
+
+    monkeypatch.setattr(final_merge, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    link: Any = SimpleNamespace(fetch=fetch, unmerged=lambda names: unmerged)
+    steps: Any = SimpleNamespace(link=link)
+    merge = FinalMerge(steps, "paris", 600.0, lambda: False, print)
+    assert merge._fetch(link, "rome", now + 600) == "nobody listens there"
+    assert now == pytest.approx(100 + seconds, abs=0.5)

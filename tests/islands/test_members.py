@@ -70,6 +70,21 @@ def test_a_member_that_moves_tells_the_others_itself(run, tmp_path):
         assert any("berlin is at 127.0.0.1:" in line for line in paris.lines)
 
 
+def test_a_member_s_new_address_holds_until_it_tells_another_one():
+    async def main() -> list[Address | None]:
+        sea = Sea(["a", "b"])
+        a, b = sea.add("a"), sea.add("b")
+        found = []
+        for told in ("127.0.0.1:9000", None, "no address", ""):  # None: it was dialled, and tells none
+            b.node.hear("a", a.node.timing(), 1, told)
+            found.append(b.node.peers["a"].address)
+        await sea.close()
+        return found
+
+    moved = Address("127.0.0.1", 9000)
+    assert run_virtual(main()) == [moved, moved, moved, None]
+
+
 def test_keys_made_anew_are_read_while_the_island_trains_and_the_old_ones_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr("noloco_jax.islands.network.KEYS_SECONDS", 0.2)
     path, keys = run

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from noloco_jax.islands.pace import Pace
+from noloco_jax.islands.pace import EARNED, MAX_EARNED, Pace
 from support.island_world import Sea, Sim, participation
 from support.virtual_time import run_virtual
 
@@ -40,9 +40,33 @@ def test_islands_of_equal_speed_stay_level_where_one_is_held_up_now_and_then():
         assert "caught up" not in {met.outcome for met in sim.met}
 
 
-def test_unequal_islands_without_time_s_pace_are_told_to_take_it():
-    a, b = train_at({"a": 0.1, "b": 0.3}, by_time=False, steps=1500)
-    assert any("--pace=time" in line for sim in (a, b) for line in sim.lines)
+def test_islands_whose_speed_differs_for_a_while_stay_level():
+    """As where one of those that share a machine stops, and the others have its cores."""
+
+    async def main() -> list[Sim]:
+        sea = Sea("abcd")
+        sims = [sea.add(name) for name in "abcd"]
+
+        async def contention() -> None:
+            await asyncio.sleep(30)
+            for seconds in (0.17, 0.1):
+                for sim in sims[1:]:
+                    sim.step_seconds = seconds
+                await asyncio.sleep(40)
+
+        await asyncio.gather(*(sim.train(1200) for sim in sims), contention())
+        await sea.close()
+        return sims
+
+    for sim in run_virtual(main()):
+        assert participation(sim) > 0.97, sim.name
+
+
+def test_a_fast_island_pauses_for_a_fifth_of_its_time_at_most_and_is_told_of_time_s_pace():
+    fast, *slow = train_at({"a": 0.1, "b": 0.2, "c": 0.4}, by_time=False, steps=3000)
+    assert fast.finished_at < 0.1 * (3000 + MAX_EARNED + EARNED * 3000) + 5
+    assert any("--pace=time" in line for line in fast.lines)
+    assert not any("--pace=time" in line for line in slow[-1].lines)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ class Sim:
         self.inbox: list[Any] = []
         self.applied: list[tuple[int, np.ndarray]] = []
         self.waiting: list[asyncio.Future] = []
-        self.stopped_until = 0.0
+        self.stopped_until = self.finished_at = 0.0
         self.target = np.random.default_rng([ord(letter) for letter in name]).normal(size=NUMBERS)
         self.tamper: Callable[[np.ndarray], np.ndarray] = lambda message: message
         self.snapshot: tuple[Any, ...] | None = None
@@ -276,6 +276,7 @@ class Sim:
             self.step += stride
             if self.step % self.steps_a_round == 0:
                 self.end_round()
+        self.finished_at = now()
         self.node.leave(pb.Status.FINISHED if self.step >= num_steps else pb.Status.LEAVING)
 
     def save(self) -> dict[str, Any]:
