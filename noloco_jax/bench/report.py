@@ -89,8 +89,8 @@ def _cell(result: Result, path: str, write: Callable[[Any], str]) -> str:
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
-        data, trainer = row.result.get("data_tokens_per_second"), row.result.get("tokens_per_second")
-        if data is not None and data < _DATA_MARGIN * trainer:
+        data = row.result.get("data_tokens_per_second")
+        if data is not None and data < _DATA_MARGIN * (trainer := row.result["tokens_per_second"]):
             yield (
                 f"warning: {row.label}: the data pipeline alone makes {format_tokens_per_second(data)}, less than "
                 f"{_DATA_MARGIN} times the trainer's {format_count(trainer)}: raise data.num_workers="

@@ -43,6 +43,9 @@ class RandomStreams:
     def __next__(self) -> dict[int, dict[str, np.ndarray]]:
         return next(self._batches)
 
+    def get_state(self) -> dict[int, dict]:
+        return {}  # random batches have no position
+
 
 class TimedRun:
     """A run's state on its devices, taken on by inner and outer steps.

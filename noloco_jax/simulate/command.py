@@ -9,23 +9,15 @@
 """
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from noloco_jax.config import from_dict, load_config, make_parser, split_overrides
 from noloco_jax.errors import UserError
-from noloco_jax.formatting import (
-    format_bandwidth,
-    format_count,
-    format_seconds,
-    parse_bandwidth,
-    parse_count,
-    parse_seconds,
-)
-from noloco_jax.simulate.cost import OUTER_METHODS, Setting
+from noloco_jax.simulate.cost import Setting
 from noloco_jax.simulate.report import report
-from noloco_jax.wires import WIRES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,42 +53,10 @@ def _settings_of(file: str, overrides: Sequence[str]) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.simulate")
     parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="a run's config file; --config.FIELD=VALUE too")
-    default = Setting()
-
-    def flag(name: str, parse: Callable[[str], object], meaning: str, default: object) -> None:
-        # With SUPPRESS a flag that is not given leaves the value to the config file or to Setting.
-        parser.add_argument(
-            f"--{name}", type=parse, default=argparse.SUPPRESS, metavar="X", help=f"{meaning} (default {default})"
-        )
-
-    flag("params", lambda s: parse_count(s, "--params"), "parameters: 125M, 1.3B", format_count(default.params))
-    flag(
-        "bandwidth",
-        lambda s: parse_bandwidth(s, "--bandwidth"),
-        "of a replica's link, each way: 100Mbit, 1GB/s",
-        format_bandwidth(default.bandwidth),
-    )
-    flag(
-        "latency",
-        lambda s: parse_seconds(s, "--latency", zero=True),
-        "of a message, one way: 40ms",
-        format_seconds(default.latency),
-    )
-    flag(
-        "step_time",
-        lambda s: parse_seconds(s, "--step_time"),
-        "computing time of a step, as bench measures it: 1.2s",
-        format_seconds(default.step_time),
-    )
-    flag("method", str, f"method to find a setting for: {' or '.join(OUTER_METHODS)}", default.method)
-    flag("replicas", int, "number of replicas; for FSDP, of shards", default.replicas)
-    flag("sync_every", int, "inner steps between outer steps", default.sync_every)
-    flag("group_size", int, "replicas that average together in NoLoCo", default.group_size)
-    flag("steps", int, "inner steps of the run", default.steps)
-    flag("fragments", int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn", default.fragments)
-    flag("wire", str, f"wire format of NoLoCo's messages: {', '.join(WIRES)}", default.wire)
-    flag("delay", int, "inner steps beside which DiLoCo and NoLoCo exchange", default.delay)
-    parser.add_argument(
-        "--islands", action="store_true", default=argparse.SUPPRESS, help="the replicas are islands, which never wait"
-    )
+    unset = argparse.SUPPRESS  # leaves the value to the config file or to `Setting`
+    for field in dataclasses.fields(Setting):
+        if flag := field.metadata:
+            parser.add_argument(f"--{field.name}", type=flag["parse"], default=unset, metavar="X", help=flag["help"])
+    help_of_islands = "the replicas are islands, which never wait"
+    parser.add_argument("--islands", action="store_true", default=unset, help=help_of_islands)
     return parser

@@ -10,15 +10,24 @@ computation:
   are fewer; islands never wait, and leave out exchanges that the link has no time for.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from noloco_jax.config import OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
+from noloco_jax.formatting import (
+    format_bandwidth,
+    format_count,
+    format_seconds,
+    parse_bandwidth,
+    parse_count,
+    parse_seconds,
+)
 from noloco_jax.methods import defaults_of
 from noloco_jax.wires import MODULO_BITS, WIRES, block_bytes, block_of
 
@@ -29,55 +38,48 @@ ISLAND_HOPS = 5  # messages of an island's exchange, one after another: hello, a
 _ROUNDING = 1e-9  # relative error of sums of times
 
 
+def _flag(default: Any, parse: Callable[[str], Any], meaning: str, shown: Callable[[Any], object] = str) -> Any:
+    """Declare a field of `Setting` with the parser, the meaning and the printed default of its flag."""
+    return field(default=default, metadata={"parse": parse, "help": f"{meaning} (default {shown(default)})"})
+
+
 @dataclass(frozen=True)
 class Setting:
-    """A model, a set of replicas and their links.
+    """A model, a set of replicas and their links, in bits and seconds. Every field is a flag of the command."""
 
-    Attributes:
-      params: parameters of the model.
-      bandwidth: bandwidth of a replica's link, bits per second each way.
-      latency: one-way latency of a message, seconds.
-      step_time: computing time of an inner step, seconds.
-      replicas: number of replicas N (of FSDP: of shards).
-      method: the method that a setting is wanted for, one of `OUTER_METHODS`.
-      sync_every: inner steps H between outer steps, of DiLoCo and NoLoCo alike.
-      group_size: replicas n that average together in NoLoCo.
-      steps: inner steps of the run.
-      fragments: equal parts F of the parameters, each with an outer step of its own every H inner steps.
-      wire: the messages' wire format, one of `WIRES`. All-reduces and FSDP sum numbers in transit and send float32.
-      delay: inner steps with which an outer step's exchange overlaps; 0: all replicas wait for it.
-      islands: NoLoCo's replicas are islands, which never wait for an exchange.
-    """
-
-    params: float = 125e6
-    bandwidth: float = 1e9
-    latency: float = 0.04
-    step_time: float = 1.0
-    replicas: int = 16
-    method: str = "noloco"
-    sync_every: int = defaults_of("sync_every")["noloco"]
-    group_size: int = defaults_of("group_size")["noloco"]
-    steps: int = TrainConfig.num_steps
-    fragments: int = OuterConfig.fragments
-    wire: str = defaults_of("wire")["noloco"]
-    delay: int = OuterConfig.delay
-    islands: bool = False
+    params: float = _flag(125e6, partial(parse_count, name="--params"), "parameters: 125M, 1.3B", format_count)
+    bandwidth: float = _flag(
+        1e9,
+        partial(parse_bandwidth, name="--bandwidth"),
+        "of a replica's link, each way: 100Mbit, 1GB/s",
+        format_bandwidth,
+    )
+    latency: float = _flag(
+        0.04, partial(parse_seconds, name="--latency", zero=True), "of a message, one way: 40ms", format_seconds
+    )
+    step_time: float = _flag(
+        1.0,
+        partial(parse_seconds, name="--step_time"),
+        "computing time of a step, as bench measures it: 1.2s",
+        format_seconds,
+    )
+    method: str = _flag("noloco", str, f"method to find a setting for: {' or '.join(OUTER_METHODS)}")
+    replicas: int = _flag(16, int, "number of replicas; for FSDP, of shards")
+    sync_every: int = _flag(defaults_of("sync_every")["noloco"], int, "inner steps between outer steps")
+    group_size: int = _flag(defaults_of("group_size")["noloco"], int, "replicas that average together in NoLoCo")
+    steps: int = _flag(TrainConfig.num_steps, int, "inner steps of the run")
+    fragments: int = _flag(
+        OuterConfig.fragments, int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn"
+    )
+    wire: str = _flag(defaults_of("wire")["noloco"], str, f"wire format of NoLoCo's messages: {', '.join(WIRES)}")
+    delay: int = _flag(OuterConfig.delay, int, "inner steps beside which DiLoCo and NoLoCo exchange")
+    islands: bool = False  # NoLoCo's replicas never wait for an exchange
 
     def check(self) -> None:
-        """Check the fields' ranges and that they fit together.
-
-        Raises:
-          UserError: if a field is out of its range or two disagree.
-        """
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str | bool):
-                continue
-            if field.name in ("latency", "delay"):
-                if not 0 <= value < math.inf:
-                    raise UserError(f"--{field.name}={value}: must be zero or greater, and finite")
-            elif not 0 < value < math.inf:
-                raise UserError(f"--{field.name}={value}: must be greater than zero and finite")
+        """Raise `UserError` if a field is out of its range or two disagree."""
+        for name in ("sync_every", "steps", "fragments", "delay"):  # the parsers check times, sizes and rates
+            if (value := getattr(self, name)) < (least := int(name != "delay")):
+                raise UserError(f"--{name}={value}: must be {least} or greater")
         if self.replicas < 2:
             raise UserError(f"--replicas={self.replicas}: one replica sends nothing, give at least 2")
         if not 2 <= self.group_size <= self.replicas:
@@ -121,22 +123,15 @@ class Cost:
     compute_share: float
 
 
-def all_reduce(setting: Setting, fragments: int = 1) -> tuple[float, float]:
-    """Return the bytes that a replica sends in one all-reduce of a fragment, and its seconds."""
-    n = setting.replicas
-    sent = 2 * (n - 1) / n * _message_bytes(setting, "float32", fragments)
-    return sent, 2 * _hops(n) * setting.latency + _transfer(setting, sent)
+def collectives(setting: Setting, count: int, fragments: int = 1) -> tuple[float, float]:
+    """Return the bytes that a replica sends in reduce-scatters and all-gathers of a fragment, and their seconds.
 
-
-def sharded_step(setting: Setting, fragments: int = 1) -> tuple[float, float]:
-    """Return bytes and seconds of a step of FSDP: two all-gathers of the weights, a reduce-scatter of the gradients.
-
-    3(N−1)/N · V bytes and 3 ⌈log₂ N⌉ latency, as one collective of each kind for the whole model. Real programs go
-    layer by layer and pay the latency once a layer.
+    An all-reduce is two of them. A step of FSDP is three, two all-gathers of the weights and a reduce-scatter of the
+    gradients, counted here as one collective each for the whole model: real programs pay the latency once a layer.
     """
     n = setting.replicas
-    sent = 3 * (n - 1) / n * _message_bytes(setting, "float32", fragments)
-    return sent, 3 * _hops(n) * setting.latency + _transfer(setting, sent)
+    sent = count * (n - 1) / n * _message_bytes(setting, "float32", fragments)
+    return sent, count * _hops(n) * setting.latency + _transfer(setting, sent)
 
 
 def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
@@ -155,20 +150,14 @@ def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     return others * size, (n - 1) * (windows + setting.latency + _transfer(setting, size))
 
 
-_EXCHANGES: dict[str, Callable[[Setting, int], tuple[float, float]]] = {
-    "fsdp": sharded_step,
-    "ddp": all_reduce,
-    "diloco": all_reduce,
-    "noloco": group_exchange,
-}
-
-
 def cost_of(setting: Setting, method: str) -> Cost:
     """Return the cost of one of `METHODS`."""
-    is_outer = method in OUTER_METHODS
-    interval, fragments = (setting.sync_every, setting.fragments) if is_outer else (1, 1)
+    interval, fragments = (setting.sync_every, setting.fragments) if method in OUTER_METHODS else (1, 1)
     every = interval / fragments
-    sent, seconds = _EXCHANGES[method](setting, fragments)
+    if method == "noloco":
+        sent, seconds = group_exchange(setting, fragments)
+    else:
+        sent, seconds = collectives(setting, 3 if method == "fsdp" else 2, fragments)
     overlap = {"fsdp": 1.0, "ddp": BACKWARD}.get(method, setting.delay)
     if setting.islands and method == "noloco":
         return Cost(every, sent, sent * (setting.steps * fragments // interval), seconds, 0.0, 1.0)
@@ -225,26 +214,15 @@ def wires_for(group_size: int) -> list[str]:
     return sorted(fitting, key=lambda wire: -block_bytes(wire) / block_of(wire))
 
 
-@dataclass(frozen=True)
-class Latency:
-    """Seconds of one averaging of a fragment among n replicas, by how it is done."""
+def latencies_of(setting: Setting, replicas: int) -> tuple[float, float, float]:
+    """Return the seconds of a float32 message between two replicas, and of two all-reduces among `replicas`.
 
-    pair: float
-    halving: float
-    ring: float
-    tree: float
-
-
-def latency_of(setting: Setting, replicas: int) -> Latency:
-    """Return the times of a float32 message between two replicas, and of all-reduces among `replicas`.
-
-    A ring sends 2(n−1) messages of an n-th, one after another. A tree sends whole messages up and down its levels.
+    The first all-reduce is by recursive halving and doubling, the second by a tree, which sends whole messages up and
+    down its levels.
     """
-    size = _message_bytes(setting, "float32", setting.fragments)
-    message = setting.latency + _transfer(setting, size)
-    _, halving = all_reduce(replace(setting, replicas=replicas), setting.fragments)
-    ring = 2 * (replicas - 1) * (setting.latency + _transfer(setting, size / replicas))
-    return Latency(message, halving, ring, 2 * _hops(replicas) * message)
+    message = setting.latency + _transfer(setting, _message_bytes(setting, "float32", setting.fragments))
+    _, halving = collectives(replace(setting, replicas=replicas), 2, setting.fragments)
+    return message, halving, 2 * _hops(replicas) * message
 
 
 def tree_over_pair(variation: float, num_levels: int, num_runs: int, seed: int = 0) -> np.ndarray:

@@ -139,10 +139,9 @@ def _latencies(setting: cost.Setting) -> str:
     rows = []
     for level in range(LEVELS):
         n = 2 ** (level + 1)
-        at = cost.latency_of(setting, n)
-        times = [format_seconds(seconds) for seconds in (at.pair, at.halving, at.ring, at.tree)]
+        times = [format_seconds(seconds) for seconds in cost.latencies_of(setting, n)]
         rows.append([f"{n:,}", *times, str(level + 1), f"{varying[level]:.1f}"])
-    header = ["replicas", "pair", "halving and doubling", "ring", "tree", "tree / pair", "with varying times"]
+    header = ["replicas", "pair", "all-reduce", "tree", "tree / pair", "with varying times"]
     return markdown_table(header, rows)
 
 

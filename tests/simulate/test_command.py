@@ -37,7 +37,7 @@ def test_costs_on_the_given_links_are_printed_as_tables(capsys):
     assert rows["DiLoCo"][2:6] == ["700 MB", "14 GB", "56 s", "5.6 s"]
     assert rows["DDP"][2:6] == ["7 GB", "175 GB", "56 s", "55.3 s"]
     assert rows["FSDP"][2:6] == ["10.5 GB", "262 GB", "84 s", "83 s"]
-    assert rows["1,024"][1:6] == ["32 s", "63.9 s", "63.9 s", "640 s", "10"]
+    assert rows["1,024"][1:5] == ["32 s", "63.9 s", "640 s", "10"]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_a_reader_that_stops_early_sees_no_error():
         (["--step_time=0"], "greater than zero"),
         (["--replicas=1"], "--replicas=1: one replica sends nothing"),
         (["--replicas=4", "--group_size=8"], "--group_size=8 does not fit --replicas=4"),
-        (["--sync_every=0"], "--sync_every=0: must be greater than zero"),
-        (["--delay=-1"], "--delay=-1: must be zero or greater"),
+        (["--sync_every=0"], "--sync_every=0: must be 1 or greater"),
+        (["--delay=-1"], "--delay=-1: must be 0 or greater"),
         (["--delay=11", "--sync_every=10"], "--delay=11 is more than the --sync_every=10 steps"),
         (["--wire=int5"], "--wire=int5: choose one of float32, bfloat16, int8"),
         (["--wire=modulo4", "--group_size=4"], "--wire=modulo4 is for pairs and --group_size=4"),

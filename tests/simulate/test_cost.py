@@ -11,13 +11,12 @@ from noloco_jax.config import from_dict
 from noloco_jax.model.kind import num_params
 from noloco_jax.simulate.cost import (
     Setting,
-    all_reduce,
+    collectives,
     cost_of,
     exposed_seconds,
     fitting,
     group_exchange,
-    latency_of,
-    sharded_step,
+    latencies_of,
     shortest_interval,
     smallest_delay,
     tree_over_pair,
@@ -47,7 +46,7 @@ def test_bytes_of_a_group_exchange_equal_those_of_the_outer_program(group, wire)
 
 def test_bytes_of_an_all_reduce_equal_those_of_dilocos_outer_program():
     params, expected = sent("diloco", 4)
-    assert all_reduce(Setting(params=params, replicas=4))[0] == expected
+    assert collectives(Setting(params=params, replicas=4), 2)[0] == expected
 
 
 def test_bytes_and_seconds_of_exchanges_match_counts_by_hand():
@@ -59,8 +58,8 @@ def test_bytes_and_seconds_of_exchanges_match_counts_by_hand():
     # Six replicas in groups of four leave a pair.
     with_rest = replace(SETTING, replicas=6, group_size=4)
     assert group_exchange(with_rest) == pytest.approx(((4 * 3 + 2 * 1) / 6 * 4e9, 3 * 4.1))
-    assert all_reduce(SETTING) == pytest.approx((7e9, 2 * 3 * 0.1 + 7))
-    assert sharded_step(SETTING) == pytest.approx((10.5e9, 3 * 3 * 0.1 + 10.5))
+    assert collectives(SETTING, 2) == pytest.approx((7e9, 2 * 3 * 0.1 + 7))
+    assert collectives(SETTING, 3) == pytest.approx((10.5e9, 3 * 3 * 0.1 + 10.5))
 
 
 def replayed(seconds: float, step_time: float, sync_every: int, fragments: int, delay: int) -> float:
@@ -157,6 +156,5 @@ def test_a_tree_of_equal_messages_takes_log_n_pairs_and_a_varying_one_more():
 
 
 def test_all_reduces_of_two_replicas_take_the_time_of_messages_there_and_back():
-    at = latency_of(SETTING, 2)
-    assert (at.pair, at.tree) == pytest.approx((4.1, 8.2))
-    assert (at.halving, at.ring) == pytest.approx((4.2, 4.2))  # halves of the message, there and back
+    # Halves of the message there and back, and a whole one up and down the tree.
+    assert latencies_of(SETTING, 2) == pytest.approx((4.1, 4.2, 8.2))
