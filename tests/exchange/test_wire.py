@@ -1,7 +1,6 @@
 """Messages of a round: one array for all weights, quantized by the wire."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import noloco_jax as nj
 from noloco_jax.exchange.blocks import pack, unpack
 from noloco_jax.exchange.wire import WIRES, from_code, to_code
 from support.exchanges import exchange_of
-from support.layouts import axis_of, compiled, over_replicas, random_tree, state_at_start
+from support.layouts import axis_of, over_replicas, random_tree, state_at_start
 from support.oracle import group_mean as oracle_mean
 from support.oracle import noloco_step
 from support.wires import BITS, ROUNDED, grid_steps
@@ -86,11 +85,7 @@ def test_larger_groups_apply_corrections_towards_the_mean_of_rounded_weights(lay
 # Sizes 3 and 7 divide inexactly.
 @pytest.mark.parametrize(
     ("group_size", "wire"),
-    [
-        *((size, wire) for size in (2, 3, 4, 7, 8) for wire in ("float32", "bfloat16")),
-        *((size, "int4") for size in (2, 3, 4, 7)),
-        *((size, "int8") for size in (3, 8)),
-    ],
+    [(2, "int4"), (3, "float32"), (3, "bfloat16"), (3, "int8"), (7, "float32"), (7, "int4"), (8, "bfloat16")],
 )
 def test_equal_replicas_keep_their_values_through_every_wire(group_size, wire):
     """The compiler option makes XLA multiply by 1/3 instead of dividing by 3, as in a user's run."""
@@ -100,7 +95,7 @@ def test_equal_replicas_keep_their_values_through_every_wire(group_size, wire):
     np.testing.assert_array_equal(means, x)
 
 
-@pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
+@pytest.mark.parametrize("layout", [8, (2, 4)])
 def test_an_outer_step_through_int4_keeps_the_replica_mean_of_float32(layout):
     """One program computes message and step: a sender that rounded its own copy differently would shift the mean."""
     theta, slow, momentum = ({"w": np.random.default_rng(seed).normal(size=(8, 999))} for seed in range(3))
@@ -139,8 +134,9 @@ def test_a_blocks_largest_weight_has_bfloat16_precision_and_zeros_are_exact(wire
     np.testing.assert_allclose(received, x, rtol=2**-8)
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int4"])
-@pytest.mark.parametrize("groups", [PAIRS, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2], [3, 4, 5], [6, 7]]])
+@pytest.mark.parametrize(
+    ("groups", "wire"), [(PAIRS, "bfloat16"), (PAIRS, "int4"), ([[0, 1, 2], [3, 4, 5], [6, 7]], "int4")]
+)
 def test_non_finite_values_reach_their_group_and_affect_only_their_block(groups, wire):
     x = np.random.default_rng(0).normal(size=(8, 3 * 64)).astype(np.float32)
     trees = {"clean": x} | {name: x.copy() for name in ("nan", "inf", "-inf")}
@@ -155,21 +151,9 @@ def test_non_finite_values_reach_their_group_and_affect_only_their_block(groups,
         np.testing.assert_array_equal(means[name][~block], means["clean"][~block])
 
 
-@pytest.mark.parametrize("bits", [2, 4, 6, 8, 16])
+@pytest.mark.parametrize("bits", [2, 4, 8, 12])
 def test_packed_numbers_fill_their_bits_and_unpack_unchanged(bits):
     numbers = np.random.default_rng(bits).integers(2**bits, size=(5, 64)).astype(np.uint32)
     packed = pack(jnp.asarray(numbers), bits)
     assert packed.dtype == jnp.uint8 and packed.shape == (5, 8 * bits)
     np.testing.assert_array_equal(unpack(packed, bits), numbers)
-
-
-@pytest.mark.parametrize(("wire", "operand"), [("bfloat16", "u16[13]"), ("int8", "u8[4,10]"), ("int4", "u8[4,6]")])
-def test_all_weights_go_in_one_message_of_the_wires_payload_size(wire, operand):
-    """Three rows of 4 weights and one of 1: 13 of bfloat16; a block of 8 for each row, with two bytes of scale."""
-    params = random_tree(0, 8)
-    tx = nj.noloco(nj.RandomPairing(8), sync_every=1, wire=wire)
-    update = over_replicas(tx.update, (8, 1))
-    sent = compiled(update, params, state_at_start(8, params, params), params)
-    operands = re.findall(r"(\w+\[[\d,]*\])\S* collective-permute", sent)
-    assert operands
-    assert set(operands) == {operand}

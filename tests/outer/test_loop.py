@@ -1,8 +1,6 @@
 """The outer optimizers as Optax transforms in a user's own loop: schedule, landing, dtypes, buffers, imports."""
 
 import functools
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -14,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import noloco_jax as nj
 from noloco_jax.outer.rule import Momentum, OuterState
-from support.layouts import assert_trees_close, axis_of, compiled, mesh_of, over_replicas, random_tree, unconditional
-from support.paths import ROOT
+from support.layouts import assert_trees_close, axis_of, mesh_of, over_replicas, random_tree, unconditional
 
 N = 4
 
@@ -33,25 +30,17 @@ both = pytest.mark.parametrize("make", [noloco, diloco])
 
 
 @functools.cache
-def trajectory(make, static=False, dtype=np.float32, **settings) -> list[Any]:
+def trajectory(make) -> list[Any]:
     """Return (step, inner update, returned update, params, state) of 7 steps of N replicas; 3 and 6 are outer."""
-    tx = make(3, **settings)
-
-    @functools.partial(jax.jit, static_argnames="sync")
-    def update(updates, state, params, sync):
-        updates, state = jax.vmap(functools.partial(tx.update, sync=sync), axis_name="replica")(updates, state, params)
-        return updates, optax.apply_updates(params, updates), state
-
-    def tree(seed):
-        return jax.tree.map(lambda x: x.astype(dtype), random_tree(seed, N))
-
-    params = tree(0)
+    tx = make(3)
+    update = jax.jit(jax.vmap(tx.update, axis_name="replica"))
+    params = random_tree(0, N)
     state = jax.jit(jax.vmap(tx.init))(params)
     result = []
     for step in range(1, 8):
-        sync = step % 3 == 0 if static else None
-        updates, params, state = jax.device_get(update(tree(step), state, params, sync))
-        result.append((step, tree(step), updates, params, state))
+        updates, state = jax.device_get(update(random_tree(step, N), state, params))
+        params = jax.tree.map(np.add, params, updates)
+        result.append((step, random_tree(step, N), updates, params, state))
     return result
 
 
@@ -72,33 +61,6 @@ def test_an_outer_step_reaches_the_slow_weights_within_one_rounding(make):
             bound = np.spacing(np.maximum(np.abs(slow), np.abs(slow - before[name])))
             assert (np.abs(params[name] - slow) <= bound).all()
         before = params
-
-
-@both
-def test_counter_driven_and_static_sync_give_the_same_trajectory(make):
-    for (*_, params, state), (*_, static_params, static_state) in zip(
-        trajectory(make), trajectory(make, static=True), strict=True
-    ):
-        assert_trees_close((params, state), (static_params, static_state))
-
-
-@both
-def test_a_bfloat16_state_keeps_its_dtype_and_stays_near_float32(make):
-    near = {"rtol": 0.03, "atol": 0.03}  # a bfloat16 holds 8 bits, of values up to about 4
-    rounded = trajectory(make, static=True, state_dtype=jnp.bfloat16)
-    for (*_, params, state), (*_, rounded_params, rounded_state) in zip(trajectory(make), rounded, strict=True):
-        outer = (rounded_state.rule.slow, rounded_state.rule.momentum)
-        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(outer))
-        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(rounded_params))
-        assert_trees_close(jax.tree.map(np.float32, outer), (state.rule.slow, state.rule.momentum), **near)
-        assert_trees_close(rounded_params, params, **near)
-
-
-@both
-def test_bfloat16_parameters_keep_their_dtype_beside_float32_slow_weights(make):
-    for _, _, _, params, state in trajectory(make, dtype=jnp.bfloat16):
-        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
-        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((state.rule.slow, state.rule.momentum)))
 
 
 @both
@@ -125,26 +87,11 @@ def test_half_precision_weights_and_gradients_of_any_size_leave_replicas_equal(n
     for _ in range(2):
         updates, state = update({"w": jnp.asarray(0.1 * rng.normal(size=(N, 1000)), narrow)}, state, params)
         params = jax.tree.map(jnp.asarray, optax.apply_updates(params, updates))
-    assert params["w"].dtype == narrow
+    assert (params["w"].dtype, state[-1].rule.slow["w"].dtype) == (narrow, jnp.float32)
     least = float(jnp.finfo(narrow).tiny)  # what is smaller counts as zero
     slow = state[-1].rule.slow["w"].astype(narrow)
     np.testing.assert_allclose(params["w"].astype(float), slow.astype(float), rtol=0, atol=least)
     np.testing.assert_array_equal(params["w"], jnp.broadcast_to(params["w"][:1], params["w"].shape))
-
-
-@pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16])
-def test_half_precision_parameters_land_exactly_on_the_rounded_slow_weights(narrow):
-    """Between φ / 2 and 2 φ, subtracting a rounded φ is exact."""
-    params = {"w": jnp.asarray(np.random.default_rng(0).uniform(1, 1.9, size=(N, 1000)), narrow)}
-    tx = diloco(1)
-    state = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), params))
-    updates, state = jax.jit(jax.vmap(tx.update, axis_name="replica"))(
-        jax.tree.map(jnp.zeros_like, params), state, params
-    )
-    landed = optax.apply_updates(params, updates)
-    for x, slow in zip(jax.tree.leaves(landed), jax.tree.leaves(state.rule.slow), strict=True):
-        assert x.dtype == narrow
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(slow.astype(narrow)))
 
 
 @both
@@ -166,8 +113,6 @@ def test_an_outer_step_is_a_conditional_under_vmap(make, layout, counter_axis):
     calls = {"cond", "jit", "pjit", "shard_map"}
     work = [e for e in ran if e.primitive.name not in calls and any(v.aval.dtype == jnp.float32 for v in e.outvars)]
     assert not work
-    if layout == N:
-        assert " conditional(" in compiled(update, params, state, params)
 
 
 @both
@@ -253,28 +198,3 @@ def test_a_plain_optax_loop_gives_equal_results_under_shard_map_and_vmap(make):
         assert_trees_close(there, here)
     assert_trees_close(from_inside, here[0])
     assert count == 4
-
-
-def test_replicas_of_a_plain_optax_loop_learn_and_agree():
-    """The loop of the documentation."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-2), nj.noloco(nj.RandomPairing(N), sync_every=10))
-    train_step = jax.jit(jax.vmap(train_step_of(tx), axis_name="replica"))
-    params = {"w": jnp.zeros((N, 8))}
-    state = jax.vmap(tx.init)(params)
-    losses = []
-    for step in range(100):
-        params, state, loss = train_step(params, state, *batch(step))
-        losses.append(np.mean(loss))
-    assert losses[-1] < losses[0] / 100
-    assert np.std(params["w"], axis=0).max() < 0.05
-
-
-def test_importing_the_package_imports_nothing_beyond_jax_and_optax():
-    program = """
-import sys, jax, optax
-before = {name.partition(".")[0] for name in sys.modules}
-import noloco_jax
-print(*{name.partition(".")[0] for name in sys.modules} - before)
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert {name for name in result.stdout.split() if name not in sys.stdlib_module_names} == {"noloco_jax"}

@@ -6,25 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import noloco_jax as nj
 from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.rule import Momentum, OuterState
+from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.transform import shared
-from support.layouts import assert_trees_close, axis_of, over_replicas, random_tree
+from support.layouts import assert_trees_close, axis_of, every_layout, over_replicas, random_tree, state_at_start
+from support.oracle import noloco_step
 from support.rules import ALPHA, BETA, GAMMA, RULES, groups_of
 
-LAYOUTS = {"virtual": 8, "devices": (8, 1), "several a device": (4, 2)}
-
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-def start(num_replicas: int, **dtypes: Any) -> OuterState:
+def start(num_replicas: int) -> Any:
     """A state in the middle of a run: replicas with slow weights and momenta of their own."""
-    zeros = np.zeros(num_replicas, np.int32)
-    return OuterState(zeros, zeros, Momentum(random_tree(1, num_replicas), random_tree(2, num_replicas)))
+    return state_at_start(num_replicas, random_tree(1, num_replicas), random_tree(2, num_replicas))
 
 
 @every_rule
@@ -43,6 +41,50 @@ def test_outer_steps_match_the_oracle_round_by_round(rule, layout):
             expected = rule.step(theta[name], before.rule.slow[name], before.rule.momentum[name], groups_of(8, round))
             assert_trees_close((state.rule.slow[name], state.rule.momentum[name]), expected)
             np.testing.assert_array_equal(params[name], state.rule.slow[name])
+
+
+MIXED = [[[3], [0, 5], [1, 6, 2, 4]], [[0, 1, 2], [3, 4, 5, 6]], [[6, 0], [1], [2], [3], [4], [5]]]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "gamma", "groups", "layout"),
+    [
+        (0.0, 1.0, 1.0, nj.RandomPairing(4).pool, 4),
+        (0.2, 0.0, 0.9, nj.RandomPairing(5, 5).pool, 5),  # one group of all
+        (0.5, 0.7, None, nj.RandomPairing(1).pool, 1),  # one replica, alone; γ is β
+        (0.5, 0.7, 0.3, MIXED, 7),
+        (0.3, 0.5, 1.1, nj.RandomPairing(7, 3, max_pool=3).pool, (7, 1)),  # groups of 3, 3, 1
+        (0.5, 0.7, 0.3, nj.RandomPairing(6, 4, max_pool=3).pool, (2, 3)),  # groups of 4, 2
+        (0.9, 0.2, 0.1, nj.RandomPairing(9).pool[:3], (3, 3)),  # odd, and several to a device
+    ],
+)
+def test_noloco_is_the_papers_step_for_any_settings_and_groups(alpha, beta, gamma, groups, layout):
+    n = sum(map(len, groups[0]))
+    outer = nj.noloco(nj.ExplicitPairing(groups), beta, alpha, gamma, axis_name=axis_of(layout))
+    step, state = jax.jit(over_replicas(jax.jit(outer.step), layout)), start(n)  # a user's own jit hides no axis
+    settings = {"alpha": alpha, "beta": beta, "gamma": beta if gamma is None else gamma}
+    for round, its_groups in enumerate(groups):
+        theta, before = random_tree(10 + round, n), state.rule
+        _, state = jax.device_get(step(theta, state))
+        for name, x in theta.items():
+            expected = noloco_step(x, before.slow[name], before.momentum[name], groups=its_groups, **settings)
+            assert_trees_close((state.rule.slow[name], state.rule.momentum[name]), expected)
+
+
+def test_nesterov_diloco_is_optax_sgd_on_the_averaged_outer_gradient():
+    """Optax keeps t ← g + αt with g = −mean(Δ), and steps by −β(g + αt): the same step, every round, with δ = −βt."""
+    step = jax.jit(jax.vmap(nj.diloco(BETA, 0.9, nesterov=True).step, axis_name="replica"))
+    sgd = optax.sgd(BETA, momentum=0.9, nesterov=True)
+    phi, trace = np.ones(4, np.float32), sgd.init(np.ones(4, np.float32))
+    params = np.ones((3, 4), np.float32)
+    state = state_at_start(3, params, np.zeros_like(params))
+    for r in range(4):
+        inner = random_tree(r, 3)["matrix"][:, 0]
+        params, state = step(params + inner, state)
+        change, trace = sgd.update(-inner.mean(axis=0), trace)
+        phi = phi + np.asarray(change)
+        t = np.asarray(optax.tree_utils.tree_get(trace, "trace"))
+        assert_trees_close((state.rule.slow, state.rule.momentum), (np.tile(phi, (3, 1)), np.tile(-BETA * t, (3, 1))))
 
 
 @every_rule

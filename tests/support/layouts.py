@@ -1,7 +1,5 @@
 """The three places where replicas can live, for tests: slots of one device, devices, or slots of several devices."""
 
-import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +15,8 @@ from noloco_jax.outer.rule import Momentum, OuterState
 
 PyTree = Any
 Layout = int | tuple[int, int]  # N slots of one device, or (devices D, slots L of each)
+LAYOUTS: dict[str, Layout] = {"virtual": 8, "devices": (8, 1), "several a device": (4, 2)}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 def axis_of(layout: Layout) -> AxisName:
@@ -70,6 +70,11 @@ def assert_trees_close(actual: PyTree, expected: PyTree, rtol: float = 1e-6, ato
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), actual, expected)
 
 
+def has_branch(fn: Callable[..., PyTree], *args: PyTree) -> bool:
+    """Return True if a program has a conditional; one that depends on the replica is a select."""
+    return any(eqn.primitive.name == "cond" for eqn in unconditional(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
 def unconditional(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """The equations that a program runs whatever its predicates say: into its calls, not into its conditionals."""
     for eqn in jaxpr.eqns:
@@ -77,22 +82,3 @@ def unconditional(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
         if eqn.primitive.name != "cond":
             for inner in core.jaxprs_in_params(eqn.params):
                 yield from unconditional(inner)
-
-
-def compiled(fn: Callable[..., PyTree], *args: PyTree) -> str:
-    """The compiled program of `fn`, as text."""
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    assert text
-    return text
-
-
-def messages(hlo: str) -> list[int]:
-    """Elements of every collective-permute of a compiled program, each counted once."""
-    shapes = re.findall(r"= \(?f32\[([\d,]*)\][^=]* collective-permute(?:-start)?\(", hlo)
-    return [math.prod(int(d) for d in dims.split(",") if d) for dims in shapes]
-
-
-def other_collectives(hlo: str) -> set[str]:
-    """The collectives, other than collective-permute, of a compiled program."""
-    names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-broadcast|ragged-all-to-all"
-    return set(re.findall(rf"\b({names})(?:-start)?\(", hlo))
