@@ -14,7 +14,8 @@ varies fields together. A gap is above the ddp that has the variant's inner.opti
 with the one of them that ended with the lowest perplexity. More values may be added later.
 
 Each run has a workdir of `python -m noloco_jax.train`, DIR/NAME-seedK, with its output in log.txt. `--jobs=2` trains
-two at a time, each on its share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it where one run
+two at a time, each on its share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names (the first one where it
+is not set): worth it where one run
 does not fill them. The same command resumes; with more variants, seeds or values it adds them. After every run the
 results are written to DIR/comparison.md and .png.
 
@@ -32,9 +33,10 @@ from pathlib import Path
 
 import jax
 
+from noloco_jax.choices import parse_choices
 from noloco_jax.compare.plan import check_folder, make_plan
 from noloco_jax.compare.runner import Comparison
-from noloco_jax.compare.variants import make_variants, parse_choices
+from noloco_jax.compare.variants import check_free, make_variants
 from noloco_jax.config import make_parser, split_overrides
 from noloco_jax.data import RunData
 from noloco_jax.errors import UserError
@@ -51,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--jobs={flags.jobs} is below 1: it is how many runs are trained at a time")
     vary = [parse_choices(text, "--vary") for text in flags.vary]
     tune = parse_choices(flags.tune, "--tune") if flags.tune else None
+    for choices in [*vary, *([tune] if tune else [])]:
+        check_free(choices.fields, "--vary or --tune")
     variants = make_variants(flags.methods, flags.variant, vary)
     plan = make_plan(flags.config, overrides, variants, flags.seeds, vary, tune)
     check_writable(flags.workdir)

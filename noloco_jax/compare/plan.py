@@ -1,12 +1,13 @@
-"""Runs of a comparison: all of them, those due next, and the check that a folder holds this comparison."""
+"""Runs of a comparison: all of them, those needed so far, and the check that a folder holds this comparison."""
 
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_jax.compare.variants import Choices, Variant
+from noloco_jax.choices import Choices, check_given_once
+from noloco_jax.compare.variants import Variant
 from noloco_jax.config import CONFIG_FILE, TrainConfig, changes, from_dict, load_config, load_saved
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
@@ -56,35 +57,35 @@ class Plan:
     @property
     def total(self) -> int:
         """The number of runs that are trained in all."""
-        of_first = [run for run in self.runs if run.seed == self.seeds[0]]
-        return len(of_first) + len(self.variants) * (len(self.seeds) - 1)
+        return len(self._first) + len(self.variants) * (len(self.seeds) - 1)
+
+    @property
+    def _first(self) -> list[Run]:
+        return [run for run in self.runs if run.seed == self.seeds[0]]
 
     def chosen(self, variant: Variant, perplexities: Mapping[Run, float]) -> list[Run]:
         """Return the runs of a variant at the value with the least perplexity of the first seed, one for each seed.
 
-        None of the first seed's runs is finished: none. The runs of other seeds need not be finished.
+        A tuned variant has none before one of its first seed's runs is finished.
+
+        Args:
+          variant: the variant.
+          perplexities: perplexities of the finished runs; infinite where one is not finite.
         """
         runs = [run for run in self.runs if run.variant == variant]
-        finished = [run for run in runs if run.seed == self.seeds[0] and run in perplexities]
+        if len(runs) == len(self.seeds):
+            return runs
+        finished = [run for run in self._first if run.variant == variant and run in perplexities]
         best = min(finished, key=lambda run: perplexities[run]).tuned if finished else None
         return [run for run in runs if finished and run.tuned == best]
 
-    def due(self, perplexities: Mapping[Run, float], failed: Collection[Run] = ()) -> list[Run]:
-        """Return the runs that are known to be needed, finished ones included, in the order in which to train them.
+    def needed(self, perplexities: Mapping[Run, float]) -> list[Run]:
+        """Return the runs of the first seed, and the chosen ones of the others, in the order in which to train them.
 
-        Args:
-          perplexities: perplexities of the finished runs; infinite where one is not finite.
-          failed: runs that broke off, as those of too high a learning rate do: the best is among the others.
+        Give perplexities only after the runs of the first seed have ended; before, no value is the best.
         """
-        needed = {run for run in self.runs if run.seed == self.seeds[0]}
-        for variant in self.variants:
-            runs = [run for run in self.runs if run.variant == variant]
-            first = [run for run in runs if run.seed == self.seeds[0]]
-            if len(first) == 1:
-                needed.update(runs)
-            elif all(run in perplexities or run in failed for run in first):
-                needed.update(self.chosen(variant, perplexities))
-        return [run for run in self.runs if run in needed]
+        chosen = {run for variant in self.variants for run in self.chosen(variant, perplexities)}
+        return [run for run in self.runs if run.seed == self.seeds[0] or run in chosen]
 
     def is_at_end(self, value: str | None) -> bool:
         """Return True if a tuned value is the least or the greatest of the list: a better one may lie beyond."""
@@ -127,18 +128,15 @@ def make_plan(
         raise UserError(f"--seeds={num_seeds} is below 1: it is how many seeds each variant is trained with")
     if tune is not None and len(tune.values) < 2:
         raise UserError(f"--tune={tune.title} has one value: give two or more to choose from")
-    fields = [field for choices in (*vary, *([tune] if tune else [])) for field in choices.fields]
-    for field in fields:
-        if fields.count(field) > 1:
-            raise UserError(f"--vary and --tune have {field} twice: give it to one of them")
+    check_given_once([*vary, *([tune] if tune else [])], "--vary and --tune")
     seeds = tuple(range(base.seed, base.seed + num_seeds))
     runs = [
-        _run(file, overrides, variant, seed, tune, value)
+        _run(file, overrides, variant, seed, tuned)
         for seed in seeds
         for variant in variants
-        for value in (tune.values if tune is not None and variant.heeds(tune) else (None,))
+        for tuned in ([(tune, value) for value in tune.values] if tune is not None and variant.heeds(tune) else [None])
     ]
-    of_first_seed = [run for run in runs if run.seed == base.seed]  # those of another differ as these do
+    of_first_seed = runs[: len(runs) // num_seeds]  # those of another differ as these do
     for one, other in itertools.combinations(of_first_seed, 2):
         if one.name == other.name:
             raise UserError(f"two runs would be called {one.name}: change the values, or a variant's name")
@@ -151,15 +149,10 @@ def make_plan(
 
 
 def _run(
-    file: str,
-    overrides: Sequence[str],
-    variant: Variant,
-    seed: int,
-    tune: Choices | None,
-    value: tuple[str, ...] | None,
+    file: str, overrides: Sequence[str], variant: Variant, seed: int, tuned: tuple[Choices, tuple[str, ...]] | None
 ) -> Run:
     common: dict[str, object] = {"seed": seed}
-    for choices, values in [*variant.varied, *([(tune, value)] if tune is not None and value is not None else [])]:
+    for choices, values in [*variant.varied, *([tuned] if tuned else [])]:
         common |= zip(choices.fields, values, strict=True)
     flags, row = [*overrides, *_flags(common)], METHODS[variant.method]
     if row.has_outer_steps:  # the file's is noloco's, and would be left out with another method
@@ -168,10 +161,9 @@ def _run(
     baseline = {f"outer.{name}": value for name, value in row.baseline.items()}
     flags += _flags({field: common.get(field, value) for field, value in baseline.items()})
     flags += _flags({"method": variant.method, **dict(variant.settings)})
-    tuned = None if value is None else value[0]
-    label = f"-{tune.title}={tuned}" if tune is not None and tuned is not None else ""
+    label = f"-{tuned[0].title}={tuned[1][0]}" if tuned else ""
     name = re.sub(r"[^\w.=+-]", "_", f"{variant.name}{label}-seed{seed}")
-    return Run(name, variant, seed, tuned, from_dict(load_config(file, flags)))
+    return Run(name, variant, seed, tuned[1][0] if tuned else None, from_dict(load_config(file, flags)))
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:

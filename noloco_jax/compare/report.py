@@ -8,7 +8,7 @@ import numpy as np
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.results import Row, mean_and_std
 from noloco_jax.files import write_picture
-from noloco_jax.formatting import format_bytes, format_count, format_spread
+from noloco_jax.formatting import format_bytes, format_count, format_spread, markdown_table
 from noloco_jax.train.messages import num_outer_steps
 
 _DASHES = ("-", "--", ":", "-.")
@@ -49,7 +49,7 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, missing: Sequence[Ru
       command: the command that makes the comparison.
       missing: runs that are known to be needed and are not finished.
     """
-    parts = ["# Comparison", f"    {command}", "\n".join(table(plan, rows)), _LEGEND, *remarks(plan, rows)]
+    parts = ["# Comparison", f"    {command}", table(plan, rows), _LEGEND, *remarks(plan, rows)]
     if missing:
         parts.append(f"Not finished: {', '.join(run.name for run in missing)}.")
     if rows:
@@ -57,13 +57,11 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, missing: Sequence[Ru
     return "\n\n".join(parts) + "\n"
 
 
-def table(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table in Markdown."""
+def table(plan: Plan, rows: Sequence[Row]) -> str:
+    """Return the table in Markdown."""
     tuned = [f"best {plan.tune.title}"] if plan.tune else []
     titles = ["variant", *(choices.title for choices in plan.vary), *tuned, "seeds", "outer steps"]
-    titles += [title for title, _, _ in _COLUMNS]
-    left = 1 + len(plan.vary)
-    lines = [_line(titles), _line(["---"] * left + ["---:"] * (len(titles) - left))]
+    lines = []
     for row in rows:
         values = {choices: value[0] for choices, value in row.variant.varied}
         own = [values.get(choices, "–") for choices in plan.vary]
@@ -72,8 +70,8 @@ def table(plan: Plan, rows: Sequence[Row]) -> list[str]:
             own.append("–" if value is None else f"{value} (at the end)" if plan.is_at_end(value) else value)
         own += [str(len(row.runs)), str(num_outer_steps(row.runs[0].config) or "–")]
         figures = [_figure(row.figures[name], write, name not in _WITHOUT_DEVIATION) for _, name, write in _COLUMNS]
-        lines.append(_line([row.variant.title, *own, *figures]))
-    return lines
+        lines.append([row.variant.title, *own, *figures])
+    return markdown_table([*titles, *(title for title, _, _ in _COLUMNS)], lines, left=1 + len(plan.vary))
 
 
 def remarks(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
@@ -87,10 +85,6 @@ def remarks(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
             f"There is no ddp with inner.optimizer={optimizer!r}, so no gap: add "
             f"--variant=ddp-{optimizer}:method=ddp,inner.optimizer={optimizer}."
         )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _figure(values: np.ndarray, write: Callable[[float], str], with_deviation: bool) -> str:

@@ -1,10 +1,9 @@
-"""Evaluations of finished runs, and the figures of each variant over its seeds."""
+"""Results of finished runs, and the figures of each variant over its seeds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,24 @@ _ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
+class Result:
+    """What a finished run has left.
+
+    Attributes:
+      curve: inner step -> perplexity, the mean of the replicas; infinite where it is not finite.
+      figures: those of the last evaluation (`perplexity`, `perplexity_merged`, `replica_spread`) and `bytes_sent` by a
+        replica in all; NaN where there is none.
+    """
+
+    curve: Mapping[int, float]
+    figures: Mapping[str, float]
+
+    @property
+    def perplexity(self) -> float:
+        return self.figures["perplexity"]
+
+
+@dataclass(frozen=True)
 class Row:
     """A variant over its finished seeds, at its best value of the field that is tuned.
 
@@ -27,9 +44,8 @@ class Row:
       runs: one a seed.
       tokens: (E,) tokens trained on until each evaluation, by all replicas together.
       curves: (seed, E) perplexities, the mean of the replicas.
-      figures: name -> an entry a seed, NaN where a run has no such figure. Last evaluations: `perplexity`,
-        `perplexity_merged`, `replica_spread`; `gap_percent`, `gap_merged_percent`: above the reference's of the same
-        seed; `bytes_sent`: by a replica in all; `bytes_share`: of the reference's.
+      figures: name -> an entry a seed, NaN where a run has no such figure: those of `Result`; `gap_percent` and
+        `gap_merged_percent` above the reference's of the same seed; `bytes_share` of the reference's.
     """
 
     variant: Variant
@@ -40,52 +56,48 @@ class Row:
     figures: Mapping[str, np.ndarray]
 
 
-def evaluations(run: Run, workdir: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of a run in `workdir`/NAME up to its last step; none if that is still to come."""
-    if not (workdir / run.name / METRICS_FILE).exists():
-        return []
-    found = [line for line in read_metrics(workdir / run.name) if line["kind"] == "eval"]
-    return found if found and found[-1]["step"] >= run.config.num_steps else []
+def results_of(runs: Iterable[Run], workdir: Path) -> dict[Run, Result]:
+    """Read the results of the runs that are finished: their last step is evaluated in `workdir`/NAME."""
+    found = {}
+    for run in runs:
+        lines = read_metrics(workdir / run.name) if (workdir / run.name / METRICS_FILE).exists() else []
+        evals = [line for line in lines if line["kind"] == "eval"]
+        if not evals or evals[-1]["step"] < run.config.num_steps:
+            continue
+        spread, sent = evals[-1]["replica_spread"], [line["bytes_sent_total"] for line in lines if "loss" in line]
+        figures = {name: or_infinity(evals[-1][name]) for name in ("perplexity", "perplexity_merged")}
+        figures["replica_spread"] = spread if spread and spread > _ROUNDING * run.config.inner.lr else math.nan
+        figures["bytes_sent"] = float(sent[-1]) if sent else math.nan
+        found[run] = Result({line["step"]: or_infinity(line["perplexity"]) for line in evals}, figures)
+    return found
 
 
-def last_perplexities(runs: Iterable[Run], workdir: Path) -> dict[Run, float]:
-    """Return the last perplexity of every finished run; infinite where it is not finite."""
-    found = {run: evaluations(run, workdir) for run in runs}
-    return {run: or_infinity(lines[-1]["perplexity"]) for run, lines in found.items() if lines}
-
-
-def make_rows(plan: Plan, workdir: Path) -> list[Row]:
+def make_rows(plan: Plan, results: Mapping[Run, Result]) -> list[Row]:
     """Return a row for every variant that has finished runs, in the order of the plan."""
-    perplexities = last_perplexities(plan.runs, workdir)
-    chosen = {
-        variant: [run for run in plan.chosen(variant, perplexities) if run in perplexities] for variant in plan.variants
-    }
-    figures = {run: _figures(run, workdir) for runs in chosen.values() for run in runs}
+    perplexities = {run: result.perplexity for run, result in results.items()}
     rows = []
-    for variant, runs in chosen.items():
+    for variant in plan.variants:
+        runs = [run for run in plan.chosen(variant, perplexities) if run in results]
         if not runs:
             continue
         reference = plan.references.get(variant)
-        same_seed = {run.seed: figures[run] for run in chosen[reference]} if reference is not None else {}
-        of_seeds = [figures[run] | _gaps(figures[run], same_seed.get(run.seed, {})) for run in runs]
-        lines = [evaluations(run, workdir) for run in runs]
-        tokens = np.array([line["step"] for line in lines[0]]) * runs[0].config.tokens_per_step
-        curves = np.array([[or_infinity(line["perplexity"]) for line in of_run] for of_run in lines])
-        of_row = {name: np.array([of_seed[name] for of_seed in of_seeds]) for name in of_seeds[0]}
-        rows.append(Row(variant, reference, runs, tokens, curves, of_row))
+        of_reference = plan.chosen(reference, perplexities) if reference is not None else []
+        same_seed = {run.seed: results[run].figures for run in of_reference if run in results}
+        of_seeds = [
+            {**results[run].figures, **_gaps(results[run].figures, same_seed.get(run.seed, {}))} for run in runs
+        ]
+        curves = [results[run].curve for run in runs]
+        rows.append(
+            Row(
+                variant,
+                reference,
+                runs,
+                tokens=np.array(list(curves[0])) * runs[0].config.tokens_per_step,
+                curves=np.array([list(curve.values()) for curve in curves]),
+                figures={name: np.array([of_seed[name] for of_seed in of_seeds]) for name in of_seeds[0]},
+            )
+        )
     return rows
-
-
-def _figures(run: Run, workdir: Path) -> dict[str, float]:
-    last = evaluations(run, workdir)[-1]
-    trained = [line for line in read_metrics(workdir / run.name) if line["kind"] == "train"]
-    spread = math.nan if last["replica_spread"] is None else float(last["replica_spread"])
-    return {
-        "perplexity": or_infinity(last["perplexity"]),
-        "perplexity_merged": or_infinity(last["perplexity_merged"]),
-        "replica_spread": spread if spread > _ROUNDING * run.config.inner.lr else math.nan,
-        "bytes_sent": float(trained[-1]["bytes_sent_total"]) if trained else math.nan,
-    }
 
 
 def _gaps(own: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:

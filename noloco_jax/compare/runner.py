@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from rich.console import Console
 from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.report import draw, markdown, remarks, table
-from noloco_jax.compare.results import last_perplexities, make_rows
+from noloco_jax.compare.results import Result, make_rows, results_of
 from noloco_jax.config import to_dict
 from noloco_jax.cores import keep_on, usable_cores
 from noloco_jax.errors import INTERRUPTED, UserError
@@ -29,7 +28,6 @@ PLANNED_FILE = "planned.json"  # the configuration that a run was planned with, 
 LOCK_FILE = "comparison.lock"
 _FAILED = 1
 _POLL_SECONDS = 0.2
-_SAVE_SECONDS = 600.0
 
 
 class Job(NamedTuple):
@@ -54,18 +52,18 @@ class Comparison:
 
     def __init__(self, *, workdir: Path, plan: Plan, jobs: int, command: str, console: Console):
         self._workdir, self._plan, self._command, self._console = workdir, plan, command, console
-        self._slots: list[Job | None] = [None] * jobs
-        self._begun: set[Run] = set()
-        self._failed: set[Run] = set()
+        self._needed = plan.needed({})
+        self._num_jobs, self._jobs = jobs, dict[int, Job]()  # those that train, by their slot
+        self._labels: dict[Run, str] = {}  # of the runs that have begun
+        self._has_failed = False
         self._stopped: int | None = None  # the signal that ends the comparison
 
     def list_runs(self) -> None:
         """Print the name of each run, and whether it is finished."""
-        finished = last_perplexities(self._plan.runs, self._workdir)
-        due = self._plan.due(finished)
-        for run in due:
+        finished = self._results()
+        for run in self._needed:
             self._console.print(f"{run.name} ({'finished' if run in finished else 'to do'})")
-        if more := self._plan.total - len(due):
+        if more := self._plan.total - len(self._needed):
             self._console.print(f"and {more} of the other seeds, at the best value of --tune")
 
     def run(self) -> int:
@@ -76,80 +74,83 @@ class Comparison:
         with one_command_in(self._workdir, LOCK_FILE, f"{self._workdir} is in use by another comparison"):
             former = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
             try:
-                self._train_all()
+                self._train(self._needed)
+                perplexities = {run: result.perplexity for run, result in self._results().items()}
+                self._needed = self._plan.needed(perplexities)  # with the other seeds at the best tuned values
+                self._train(self._needed)
             finally:
-                self._end_jobs()  # left over by an error alone
+                for job in self._jobs.values():  # left over by an error alone
+                    job.process.terminate()
+                for job in self._jobs.values():
+                    job.process.wait()
                 for number, handler in former.items():
                     signal.signal(number, handler)
             self._write()
         if self._stopped is not None:
             self._console.print("stopped: the same command resumes")
             return INTERRUPTED if self._stopped == signal.SIGINT else RESTART
-        rows = make_rows(self._plan, self._workdir)
-        self._console.print("\n".join(["", *table(self._plan, rows), "", *remarks(self._plan, rows)]))
+        rows = make_rows(self._plan, self._results())
+        self._console.print("\n".join(["", table(self._plan, rows), "", *remarks(self._plan, rows)]))
         self._console.print(f"written: {self._workdir / 'comparison.md'} and comparison.png")
-        return _FAILED if self._failed else 0
+        return _FAILED if self._has_failed else 0
 
-    def _train_all(self) -> None:
-        """Keep the slots filled until no run is due and none trains, or all have to stop."""
-        self._fill()
-        while any(self._slots):
-            time.sleep(_POLL_SECONDS)
-            ended = [job for job in self._slots if job is not None and job.process.poll() is not None]
-            for job in ended:
-                self._slots[self._slots.index(job)] = None
-                self._finish(job)
-            if ended and self._stopped is None:
-                self._fill()
+    def _results(self) -> dict[Run, Result]:
+        return results_of(self._plan.runs, self._workdir)
 
-    def _fill(self) -> None:
-        """Start due runs in all free slots."""
-        finished = last_perplexities(self._plan.runs, self._workdir)
-        for run in self._plan.due(finished, self._failed):
-            if run in self._begun or (run not in finished and None not in self._slots):
+    def _train(self, runs: Sequence[Run]) -> None:
+        """Train the runs that have not begun, and wait for them; after a signal begin no more."""
+        finished, waiting = self._results(), []
+        for run in runs:
+            if run in self._labels:
                 continue
-            self._begun.add(run)
-            label = f"[{len(self._begun)}/{self._plan.total}] {run.name}"
+            self._labels[run] = f"[{len(self._labels) + 1}/{self._plan.total}] {run.name}"
             if run in finished:
-                self._console.print(f"{label}: perplexity {format_perplexity(finished[run])}, finished before")
+                perplexity = format_perplexity(finished[run].perplexity)
+                self._console.print(f"{self._labels[run]}: perplexity {perplexity}, finished before")
             else:
-                self._start(run, label, self._slots.index(None))
+                waiting.append(run)
+        while self._jobs or (waiting and self._stopped is None):
+            for slot in range(self._num_jobs):
+                if slot in self._jobs and self._jobs[slot].process.poll() is not None:
+                    self._end(self._jobs.pop(slot))
+                if slot not in self._jobs and waiting and self._stopped is None:
+                    self._jobs[slot] = self._begin(waiting.pop(0), slot)
+            time.sleep(_POLL_SECONDS)
 
-    def _start(self, run: Run, label: str, slot: int) -> None:
-        folder, jobs = self._workdir / run.name, len(self._slots)
-        write_whole(folder / PLANNED_FILE, json.dumps(to_dict(run.config)))
-        self._console.print(f"{label}: begins")
-        with (folder / LOG_FILE).open("a") as log:
+    def _begin(self, run: Run, slot: int) -> Job:
+        workdir = self._workdir / run.name
+        write_whole(workdir / PLANNED_FILE, json.dumps(to_dict(run.config)))
+        self._console.print(f"{self._labels[run]}: begins")
+        with (workdir / LOG_FILE).open("a") as log:
             process = subprocess.Popen(
                 [sys.executable, *self._arguments(run)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that Ctrl-C comes to it once, through this process
-                env={**os.environ, **share_of_gpus(os.environ, jobs, slot)},
+                env={**os.environ, **share_of_gpus(os.environ, self._num_jobs, slot)},
             )
-        if cores := share_of_cores(usable_cores(), jobs, slot):
+        if cores := share_of_cores(usable_cores(), self._num_jobs, slot):
             keep_on(process.pid, cores)  # before it has threads, which inherit them
-        self._slots[slot] = Job(run, label, process, time.monotonic())
         if self._stopped is not None:  # a signal since the slot was found free
             process.send_signal(self._stopped)
+        return Job(run, self._labels[run], process, time.monotonic())
 
     def _arguments(self, run: Run) -> list[str]:
         workdir = self._workdir / run.name
         return ["-m", "noloco_jax.train", f"--config={workdir / PLANNED_FILE}", f"--workdir={workdir}"]
 
-    def _finish(self, job: Job) -> None:
+    def _end(self, job: Job) -> None:
         """Print the end of a run.
 
         Raises:
           UserError: if it never began for a mistake, for then the others will not either. Other reasons, as too little
             memory for this variant, are its own.
         """
-        finished = last_perplexities([job.run], self._workdir)
-        if job.run in finished:
+        if (result := results_of([job.run], self._workdir).get(job.run)) is not None:
             self._write()
             took = format_clock(time.monotonic() - job.started)
-            self._console.print(f"{job.label}: perplexity {format_perplexity(finished[job.run])} after {took}")
+            self._console.print(f"{job.label}: perplexity {format_perplexity(result.perplexity)} after {took}")
         elif self._stopped is None:
             folder, status = self._workdir / job.run.name, job.process.returncode
             words = (folder / LOG_FILE).read_text(errors="replace").strip().splitlines() or ["no word"]
@@ -157,33 +158,21 @@ class Comparison:
             is_own = "out of memory" in reason or (folder / METRICS_FILE).exists()
             if status == UserError.exit_status and not is_own:
                 raise UserError(f"{job.run.name} did not start, {reason}")
-            self._failed.add(job.run)
+            self._has_failed = True
             self._console.print(f"{job.label}: broke off with {reason}", style="bold red")
 
     def _stop(self, number: int, frame: object) -> None:
         self._stopped = number
-        for job in filter(None, self._slots):
+        for job in list(self._jobs.values()):
             job.process.send_signal(number)
-
-    def _end_jobs(self) -> None:
-        """Stop the jobs, with everything saved if that takes no longer than a save may."""
-        jobs = [job for job in self._slots if job is not None]
-        for job in jobs:
-            job.process.terminate()
-        for job in jobs:
-            try:
-                job.process.wait(timeout=_SAVE_SECONDS)
-            except subprocess.TimeoutExpired:
-                job.process.kill()
-                job.process.wait()
 
     def _write(self) -> None:
         """Write the page and the picture."""
-        rows = make_rows(self._plan, self._workdir)
-        finished = last_perplexities(self._plan.runs, self._workdir)
-        missing = [run for run in self._plan.due(finished, self._failed) if run not in finished]
+        finished = self._results()
+        rows = make_rows(self._plan, finished)
         if rows:
             draw(rows, self._workdir / "comparison.png")
+        missing = [run for run in self._needed if run not in finished]
         write_whole(self._workdir / "comparison.md", markdown(self._plan, rows, self._command, missing))
 
 
@@ -197,16 +186,11 @@ def share_of_cores(cores: Sequence[int], jobs: int, slot: int) -> frozenset[int]
 def share_of_gpus(environment: Mapping[str, str], jobs: int, slot: int) -> dict[str, str]:
     """Return the environment of job `slot` of `jobs`: its GPUs, or one that several share and a part of its memory.
 
-    The GPUs are those that CUDA_VISIBLE_DEVICES names, or all that the driver lists. The part is left out where the
+    The GPUs are those that CUDA_VISIBLE_DEVICES names; if it is not set, the first one. The part is left out where the
     environment limits memory already.
     """
-    named = environment.get("CUDA_VISIBLE_DEVICES")
-    if named is None and shutil.which("nvidia-smi", path=environment.get("PATH")):
-        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        called = subprocess.run(query, env=dict(environment), capture_output=True, text=True)
-        named = ",".join(called.stdout.split()) if called.returncode == 0 else ""
-    gpus = [gpu for gpu in (named or "").split(",") if gpu]
-    if jobs == 1 or not gpus or environment.get("JAX_PLATFORMS", "").startswith("cpu"):
+    gpus = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    if jobs == 1:
         return {}
     if jobs <= len(gpus):
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot * len(gpus) // jobs : (slot + 1) * len(gpus) // jobs])}

@@ -1,34 +1,16 @@
 """Variants of a comparison, from its flags: a title, a method, settings, and values of the fields that vary."""
 
 import difflib
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from noloco_jax.config import find_field, unknown_field
+from noloco_jax.choices import Choices, check_single, combinations
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
 
 _METHODS = "ddp,diloco,noloco,local"
 _OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # flags that set a field of every run
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Values that a field takes in turn, or several fields together.
-
-    Attributes:
-      fields: dotted names; results go by the first.
-      values: a text for each field, for each choice.
-    """
-
-    fields: tuple[str, ...]
-    values: tuple[tuple[str, ...], ...]
-
-    @property
-    def title(self) -> str:
-        return self.fields[0]
 
 
 @dataclass(frozen=True)
@@ -68,20 +50,11 @@ class Variant:
         return len(unused) < len(choices.fields)
 
 
-def parse_choices(text: str, flag: str) -> Choices:
-    """Parse "outer.sync_every=25,50" or "num_steps/eval_every=600/150,2400/600"; the configuration checks values."""
-    left, equals, right = text.partition("=")
-    fields = tuple(left.split("/"))
-    values = tuple(tuple(value.strip().split("/")) for value in right.split(","))
-    if not equals or not all(all(value) for value in values):
-        raise UserError(f"{flag}={text} is not of the form FIELD=VALUE,VALUE, such as outer.sync_every=25,50")
+def check_free(fields: Sequence[str], flag: str) -> None:
+    """Raise `UserError` for a field that a flag of its own sets."""
     for field in fields:
-        _check_field(field, f"{flag}={text}")
-    if any(len(value) != len(fields) for value in values):
-        raise UserError(f"{flag}={text}: give every choice a value for each of {' and '.join(fields)}")
-    if len(set(values)) < len(values):
-        raise UserError(f"{flag}={text} has a value twice: give each once")
-    return Choices(fields, values)
+        if field in _OWN_FLAGS:
+            raise UserError(f"{flag}: {field} is not set like other fields: give {_OWN_FLAGS[field]}")
 
 
 def make_variants(methods: str | None, variants: Sequence[str], vary: Sequence[Choices] = ()) -> list[Variant]:
@@ -101,12 +74,11 @@ def make_variants(methods: str | None, variants: Sequence[str], vary: Sequence[C
     for title in titles:
         if titles.count(title) > 1:
             raise UserError(f"two variants are called {title!r}: give each of --methods and --variant its own name")
-    expanded = []
-    for variant in named:
-        heeded = [choices for choices in vary if variant.heeds(choices)]
-        for values in itertools.product(*(choices.values for choices in heeded)):
-            expanded.append(replace(variant, varied=tuple(zip(heeded, values, strict=True))))
-    return expanded
+    return [
+        replace(variant, varied=varied)
+        for variant in named
+        for varied in combinations([choices for choices in vary if variant.heeds(choices)])
+    ]
 
 
 def _parse_variant(text: str) -> Variant:
@@ -126,8 +98,9 @@ def _parse_variant(text: str) -> Variant:
             raise UserError(f"{flag} has {field} twice: give it once")
         settings[field] = value
     method = _known_method(settings.pop("method", title if title in METHODS else "noloco"), flag)
+    check_free(list(settings), flag)
     for field in settings:
-        _check_field(field, flag)
+        check_single(field)
     return Variant(title, method, tuple(settings.items()))
 
 
@@ -137,10 +110,3 @@ def _known_method(name: str, flag: str) -> str:
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(METHODS)}"
         raise UserError(f"{flag}: there is no method {name!r}: {hint}")
     return name
-
-
-def _check_field(path: str, flag: str) -> None:
-    if find_field(path).is_group:
-        raise unknown_field(path)
-    if path in _OWN_FLAGS:
-        raise UserError(f"{flag}: {path} is not set like other fields: give {_OWN_FLAGS[path]}")

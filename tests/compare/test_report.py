@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from noloco_jax.compare import report
-from noloco_jax.compare.results import make_rows
+from noloco_jax.compare.results import Row, make_rows, results_of
 from support.comparisons import finished, only, plan_of, train
+
+
+def rows_of(plan, workdir) -> list[Row]:
+    return make_rows(plan, results_of(plan.runs, workdir))
 
 
 def cells(plan, rows) -> list[list[str]]:
@@ -24,7 +28,7 @@ def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path)
         factor = gaps[run.seed, value] if run.variant.method == "noloco" else 1
         perplexity = ddp[run.seed, value] * factor
         train(run, tmp_path, perplexity=perplexity, merged=2 * perplexity)
-    rows = {row.variant.name: row.figures for row in make_rows(plan, tmp_path)}
+    rows = {row.variant.name: row.figures for row in rows_of(plan, tmp_path)}
     for name in ("gap_percent", "gap_merged_percent"):
         np.testing.assert_allclose(rows["noloco-num_replicas=2"][name], [5, 7])
         np.testing.assert_allclose(rows["noloco-num_replicas=4"][name], [-10, -20])
@@ -35,21 +39,21 @@ def test_a_ddp_run_that_ignores_the_varied_field_is_the_reference_of_all_values(
     plan = plan_of(config_file, methods=["ddp", "noloco"], vary="outer.sync_every=2,4")
     for run, perplexity in zip(plan.runs, (10.0, 11.0, 12.0), strict=True):
         train(run, tmp_path, perplexity)
-    gaps = [row.figures["gap_percent"][0] for row in make_rows(plan, tmp_path)]
+    gaps = [row.figures["gap_percent"][0] for row in rows_of(plan, tmp_path)]
     assert gaps == pytest.approx([0, 10, 20])
 
 
 def test_replicas_that_differ_only_by_rounding_have_no_spread(config_file, tmp_path):
     plan = plan_of(config_file, methods=["ddp"])
     train(only(plan, "ddp"), tmp_path, 5.0, spread=lambda lr: 1e-9)
-    assert cells(plan, make_rows(plan, tmp_path))[0][-1] == "–"
+    assert cells(plan, rows_of(plan, tmp_path))[0][-1] == "–"
 
 
 def test_unfinished_runs_are_left_out_and_named(config_file, tmp_path):
     plan = plan_of(config_file)
     train(plan.runs[0], tmp_path, 5.0)
     train(plan.runs[1], tmp_path, 6.0, steps=36)
-    rows = make_rows(plan, tmp_path)
+    rows = rows_of(plan, tmp_path)
     assert [row.variant.name for row in rows] == ["ddp"]
     page = report.markdown(plan, rows, "command", plan.runs[1:])
     assert "Not finished: diloco-seed7, noloco-seed7, local-seed7." in page
@@ -57,7 +61,7 @@ def test_unfinished_runs_are_left_out_and_named(config_file, tmp_path):
 
 def test_the_table_has_mean_and_deviation_over_seeds(config_file, tmp_path):
     plan = finished(config_file, tmp_path, methods=["ddp", "noloco"], seeds=2)  # ddp 5, noloco 6; ddp 7, noloco 8
-    rows = make_rows(plan, tmp_path)
+    rows = rows_of(plan, tmp_path)
     gaps = np.array([100 / 5, 100 / 7])
     ddp, noloco = cells(plan, rows)
     assert ddp[:5] == ["ddp", "2", "–", "6.00 ± 1.41", "+0.00"]
@@ -75,7 +79,7 @@ def test_a_row_shows_the_best_tuned_value_and_its_gap_to_the_tuned_reference(con
     for run in plan.runs:  # all values of the other seed too, as if another had been the best
         assert run.tuned is not None
         train(run, tmp_path, perplexities[run.variant.method][run.tuned] * (1 if run.seed == 7 else 2))
-    _, noloco = rows = make_rows(plan, tmp_path)
+    _, noloco = rows = rows_of(plan, tmp_path)
     assert [run.seed for run in noloco.runs] == [7, 8]
     np.testing.assert_allclose(noloco.figures["gap_percent"], [37.5, 37.5])
     assert [line[1] for line in cells(plan, rows)] == ["0.02", "0.04 (at the end)"]
@@ -85,7 +89,7 @@ def test_a_row_shows_the_best_tuned_value_and_its_gap_to_the_tuned_reference(con
 
 def test_a_variant_without_a_ddp_of_its_inner_optimizer_has_no_gap_and_a_remark(config_file, tmp_path):
     plan = finished(config_file, tmp_path, methods=["ddp"], variants=["other:inner.optimizer=muon"])
-    rows = make_rows(plan, tmp_path)
+    rows = rows_of(plan, tmp_path)
     assert cells(plan, rows)[1][4] == "–"
     assert "There is no ddp with inner.optimizer='muon'" in report.markdown(plan, rows, "command", [])
 
@@ -102,7 +106,7 @@ def test_a_variant_without_a_ddp_of_its_inner_optimizer_has_no_gap_and_a_remark(
 )
 def test_every_kind_of_comparison_is_drawn(config_file, tmp_path, settings):
     plan = finished(config_file, tmp_path / "out", **settings)
-    report.draw(make_rows(plan, tmp_path / "out"), tmp_path / "comparison.png")
+    report.draw(rows_of(plan, tmp_path / "out"), tmp_path / "comparison.png")
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,7 +115,7 @@ def test_a_diverged_seed_makes_its_methods_mean_and_gap_infinite(config_file, tm
     for run in plan.runs:
         last = math.inf if run.variant.method == "noloco" and run.seed == 8 else 10.0
         train(run, tmp_path, last, merged=last, sent=1600.0 if run.variant.method == "ddp" else 100.0)
-    rows = make_rows(plan, tmp_path)
+    rows = rows_of(plan, tmp_path)
     assert cells(plan, rows)[1].count("inf (1 of 3)") == 4  # perplexity and gap, of the replicas and merged
     report.draw(rows, tmp_path / "comparison.png")
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from noloco_jax.choices import parse_choices
 from noloco_jax.compare.plan import Plan, Run, make_plan
-from noloco_jax.compare.variants import make_variants, parse_choices
+from noloco_jax.compare.variants import make_variants
 from noloco_jax.config import save_config
 from noloco_jax.metrics.writer import MetricWriter
 from noloco_jax.spmd.inner import learning_rates
