@@ -12,7 +12,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **{"lr": 0.7, "momentum": 0.5, "consensus": None, "momentum_of": "steps"},
         **{"sync_every": 50, "group_size": 2, "order": "passes", "wire": "float32"},
     },
-    "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True, "sync_every": 100},  # its own paper's optimizer
+    "diloco": {  # its own paper's optimizer
+        **{"lr": 0.7, "momentum": 0.9, "nesterov": True, "sync_every": 100, "wire": "float32"},
+    },
     "epidemic": {"sync_every": 1, "neighbours": None, "order": "passes", "wire": "float32"},
     "sparseloco": {"lr": 1.0, "error_decay": 0.95, "top_k": 64, "sync_every": 30},
 }

@@ -148,6 +148,14 @@ def _describe_diloco(config: Config) -> str:
     return f"diloco: all average {_when(config)} ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g}){_what(config)}"
 
 
+def _check_diloco(config: Config) -> None:
+    if config.outer.wire in MODULO_BITS:
+        raise UserError(
+            f"outer.wire={config.outer.wire!r} is for pairs and method='diloco' averages all replicas: use "
+            "outer.wire='int4'"
+        )
+
+
 @functools.lru_cache(maxsize=8)
 def _neighbours(config: Config) -> "RandomNeighbours":
     from noloco_jax.outer.neighbours import RandomNeighbours
@@ -207,8 +215,8 @@ def _check_sparseloco(config: Config) -> None:
 def _check_wire(config: Config) -> None:
     if config.outer.wire not in (None, "float32"):
         raise UserError(
-            f"outer.wire={config.outer.wire!r} is for noloco's and epidemic's messages and "
-            f"method={config.method!r}: leave it at 'float32'"
+            f"outer.wire={config.outer.wire!r} is for dense messages and method={config.method!r} sends none: leave "
+            "it at 'float32'"
         )
 
 
@@ -237,9 +245,9 @@ METHODS: dict[str, Method] = {
         Method(
             "diloco",
             _describe_diloco,
-            _check_wire,
+            _check_diloco,
             defaults=DEFAULTS["diloco"],
-            outer_collectives=("psum",),
+            outer_collectives=("psum", "all_to_all", "all_gather"),  # the latter two if messages are quantized
             baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
             sync_factor=2,
             equal_after_outer_steps=True,

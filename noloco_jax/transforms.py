@@ -10,8 +10,10 @@ import jax.core
 import numpy as np
 
 from noloco_jax.defaults import DEFAULTS
+from noloco_jax.exchange.all_reduce import AllExchange
 from noloco_jax.exchange.axes import AxisName, names_of
-from noloco_jax.exchange.mean import AllExchange, MeanExchange
+from noloco_jax.exchange.mean import MeanExchange
+from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.sparseloco import SparseExchange, SparseLoCo
 from noloco_jax.exchange.wire import wire_of
 from noloco_jax.outer.fragments import Fragments
@@ -145,6 +147,7 @@ def diloco(
     sync_every: int = _DILOCO["sync_every"],
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
+    wire: str = _DILOCO["wire"],
     fragments: int | Fragments | None = None,
     delay: int | None = None,
 ) -> OuterOptimizer:
@@ -165,17 +168,22 @@ def diloco(
       nesterov: true Nesterov momentum, instead of heavy ball.
       sync_every, axis_name, state_dtype, fragments, delay: as for `noloco`; with fragments it is Streaming DiLoCo
         (arXiv 2501.18512).
+      wire: as for `noloco`, without the modulo wire formats. Each message is quantized, and so is their mean; what they
+        lose is not sent later.
 
     Returns:
       A transform whose state is an `OuterState`.
 
     Raises:
-      ValueError: if a number is out of its range.
+      ValueError: if a number is out of its range, or a name unknown.
     """
+    wire_format = wire_of(wire)
+    if isinstance(wire_format, Modulo):
+        raise ValueError(f"wire={wire!r} is for pairs and diloco averages all replicas: use int4")
     _check_number("outer_lr", outer_lr)
     _check_number("outer_momentum", outer_momentum, "in [0, 1)")
     rule = Rule(outer_momentum, outer_lr, 0.0, nesterov)
-    return _made(rule, AllExchange(axis_name), sync_every, axis_name, fragments, delay, state_dtype)
+    return _made(rule, AllExchange(wire_format, axis_name), sync_every, axis_name, fragments, delay, state_dtype)
 
 
 def epidemic(

@@ -129,7 +129,7 @@ class OuterConfig:
     nesterov: bool = setting(None, "Nesterov momentum; False: heavy ball (diloco).")
     wire: str = setting(
         None,
-        "Format of messages; int and modulo quantize blocks of weights (noloco, epidemic; modulo4: noloco\\*).",
+        "Format of messages; int and modulo quantize blocks of weights (noloco, diloco, epidemic; modulo4: noloco\\*).",
         choices=WIRES,
     )
     state_dtype: str = setting("float32", "Dtype of slow weights and outer momentum.", choices=("float32", "bfloat16"))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from noloco_jax.exchange import modulo
-from noloco_jax.exchange.axes import AxisName, ReplicaAxes, checked_axes, names_of
+from noloco_jax.exchange.axes import AxisName, checked_axes
 from noloco_jax.exchange.blocks import windows_of
 from noloco_jax.exchange.permute import joined, lower, permute
 from noloco_jax.exchange.wire import Wire, from_code, to_code
@@ -94,23 +94,3 @@ class MeanExchange(Exchange):
     def windows(self, params: PyTree, fragments: Fragments) -> PyTree:
         """Return the first windows of a modulo format; None for others."""
         return windows_of(fragments, params) if isinstance(self.wire, modulo.Modulo) else None
-
-
-@dataclass(frozen=True)
-class AllExchange(Exchange):
-    """The mean over all replicas by an all-reduce. All receive the same bits."""
-
-    axis_name: AxisName
-
-    def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[PyTree, None]:
-        """See `Exchange`."""
-        return all_mean(outgoing.message, self.axis_name), None
-
-
-def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the mean over all replicas by an all-reduce, as in DiLoCo's outer step and every step of DDP."""
-    ReplicaAxes.bound(axis_name)
-    for name in reversed(names_of(axis_name)):
-        if lax.axis_size(name) > 1:  # XLA's partitioner refuses an all-reduce over one device beside auto axes
-            tree = lax.pmean(tree, name)
-    return tree

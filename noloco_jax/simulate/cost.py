@@ -71,7 +71,7 @@ class Setting:
     fragments: int = _flag(
         OuterConfig.fragments, int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn"
     )
-    wire: str = _flag(defaults_of("wire")["noloco"], str, f"wire format of NoLoCo's messages: {', '.join(WIRES)}")
+    wire: str = _flag(defaults_of("wire")["noloco"], str, f"messages' wire format: {', '.join(WIRES)}")
     delay: int = _flag(OuterConfig.delay, int, "inner steps beside which DiLoCo and NoLoCo exchange")
     islands: bool = False  # NoLoCo's replicas never wait for an exchange
 
@@ -92,6 +92,8 @@ class Setting:
             raise UserError(f"--wire={self.wire}: choose one of {', '.join(WIRES)}")
         if self.wire in MODULO_BITS and self.group_size > 2:
             raise UserError(f"--wire={self.wire} is for pairs and --group_size={self.group_size}: use --wire=int8")
+        if self.wire in MODULO_BITS and self.method == "diloco":
+            raise UserError(f"--wire={self.wire} is for pairs and --method=diloco: use --wire=int4")
         if self.delay > self.sync_every:
             raise UserError(
                 f"--delay={self.delay} is more than the --sync_every={self.sync_every} steps after which a fragment "
@@ -134,6 +136,19 @@ def collectives(setting: Setting, count: int, fragments: int = 1) -> tuple[float
     return sent, count * _hops(n) * setting.latency + _transfer(setting, sent)
 
 
+def all_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
+    """Return the bytes that a replica sends in DiLoCo's outer step, and its seconds (`exchange.all_reduce`).
+
+    With quantized messages it is an all-to-all of parts, all sent at once, and an all-gather. A modulo format is for
+    NoLoCo's pairs, and DiLoCo beside them has "int4".
+    """
+    n, wire = setting.replicas, "int4" if setting.wire in MODULO_BITS else setting.wire
+    if wire == "float32":
+        return collectives(setting, 2, fragments)
+    sent = 2 * (n - 1) / n * _message_bytes(setting, wire, fragments)
+    return sent, (1 + _hops(n)) * setting.latency + _transfer(setting, sent)
+
+
 def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Return the bytes that a replica sends in NoLoCo's outer step, on average, and its seconds (`exchange.mean`).
 
@@ -154,8 +169,8 @@ def cost_of(setting: Setting, method: str) -> Cost:
     """Return the cost of one of `METHODS`."""
     interval, fragments = (setting.sync_every, setting.fragments) if method in OUTER_METHODS else (1, 1)
     every = interval / fragments
-    if method == "noloco":
-        sent, seconds = group_exchange(setting, fragments)
+    if method in OUTER_METHODS:
+        sent, seconds = (group_exchange if method == "noloco" else all_exchange)(setting, fragments)
     else:
         sent, seconds = collectives(setting, 3 if method == "fsdp" else 2, fragments)
     overlap = {"fsdp": 1.0, "ddp": BACKWARD}.get(method, setting.delay)
@@ -196,7 +211,7 @@ def fitting(setting: Setting) -> Setting:
     It keeps the wire format if possible, else uses the widest narrower one that fits. If none fits, it uses the
     narrowest at the shortest interval. On islands, which take no delay, it leaves that at 0.
     """
-    wires = wires_for(setting.group_size) if setting.method == "noloco" else [setting.wire]
+    wires = wires_for(in_pairs=setting.method == "noloco" and setting.group_size == 2)
     narrower = setting
     for wire in wires[wires.index(setting.wire) :]:
         narrower = replace(setting, wire=wire, delay=0)
@@ -208,9 +223,9 @@ def fitting(setting: Setting) -> Setting:
     return narrower if setting.islands else replace(narrower, delay=delay)
 
 
-def wires_for(group_size: int) -> list[str]:
-    """Return the wire formats that groups of this size can use, by decreasing bits a weight."""
-    fitting = [wire for wire in WIRES if group_size == 2 or wire not in MODULO_BITS]
+def wires_for(in_pairs: bool) -> list[str]:
+    """Return the wire formats of exchanges in pairs, or of larger ones, by decreasing bits a weight."""
+    fitting = [wire for wire in WIRES if in_pairs or wire not in MODULO_BITS]
     return sorted(fitting, key=lambda wire: -block_bytes(wire) / block_of(wire))
 
 

@@ -10,7 +10,8 @@ LEVELS = 10  # of the largest tree: 1,024 replicas
 _TREES = 2000
 _MODEL = (
     "A message of V bytes takes latency + 8V / bandwidth; links are alike and full duplex; an exchange does not slow "
-    "computing down; every step takes the same time. All-reduces are recursive halving and doubling in float32. FSDP "
+    "computing down; every step takes the same time. All-reduces are recursive halving and doubling in float32; with "
+    "other formats DiLoCo's are an all-to-all of parts and a gather, and have int4 in the place of modulo4. FSDP "
     "gathers twice and reduces once a step, beside the whole step; DDP's all-reduce overlaps with the backward pass, "
     "two thirds of a step."
 )
@@ -63,8 +64,7 @@ def answer(setting: cost.Setting) -> str:
             f"{format_seconds(own.every * setting.step_time)}. The nearest that fits, "
             + (f"in which {_lag(fits)}" if setting.islands else "with the smallest delay that hides its exchange")
         )
-    names = ["sync_every", "fragments"]
-    names += ["wire"] if setting.method == "noloco" else []
+    names = ["sync_every", "fragments", "wire"]
     names += [] if setting.islands else ["delay"]
     flags = [f"--config.outer.{name}={getattr(fits, name)}" for name in names]
     return f"{text}:\n\n    --config.method={setting.method} {' '.join(flags)}"
@@ -98,7 +98,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _wires(setting: cost.Setting) -> str:
     rows = []
-    for wire in cost.wires_for(setting.group_size):
+    for wire in cost.wires_for(in_pairs=setting.group_size == 2):
         own = replace(setting, wire=wire)
         c = cost.cost_of(own, "noloco")
         rows.append(

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.exchange.all_reduce import all_mean
 from noloco_jax.exchange.axes import AxisName, names_of
-from noloco_jax.exchange.mean import all_mean
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.kind import from_params
 

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, TrainConfig
+from noloco_jax.exchange.all_reduce import all_mean
 from noloco_jax.exchange.axes import AxisName
-from noloco_jax.exchange.mean import all_mean
 from noloco_jax.methods import method_of
 from noloco_jax.model.kind import check_kind, init_params, num_params
 from noloco_jax.outer.rule import OuterState, computed

@@ -25,6 +25,7 @@ _AXES_PARAMETER = {
     "reduce_scatter": "axis_name",
     "all_to_all": "axis_name",
 }
+_INSIDE_A_REPLICA = ("fsdp", "tensor")
 _REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin")
 
 
@@ -37,7 +38,8 @@ class Collective(NamedTuple):
       bytes: bytes of its operands on one device.
       sent: bytes that a device sends to devices of other replicas, the mean over the devices. Reductions and gathers
         count as rings.
-      times: how often it runs in a run of the program. The branches of a conditional count as equally likely.
+      times: how often it runs in a run of the program, on each of a replica's devices where it is written for them. The
+        branches of a conditional count as equally likely.
     """
 
     operation: str
@@ -59,7 +61,7 @@ def collectives_of(program: Any, arguments: tuple[Any, ...], mesh_shape: Mapping
       ValueError: if one is in a loop of unknown length.
     """
     jaxpr = jax.make_jaxpr(program)(*arguments).jaxpr
-    found = (_collective(equation, times, mesh_shape) for equation, times in _equations(jaxpr, Fraction(1)))
+    found = (_collective(equation, times, mesh_shape) for equation, times in _equations(jaxpr, Fraction(1), mesh_shape))
     return [one for one in found if one.axes]
 
 
@@ -68,7 +70,7 @@ def bytes_sent(found: Iterable[Collective]) -> Fraction:
     return sum((one.times * one.sent for one in found), Fraction(0))
 
 
-def _equations(jaxpr: Any, times: Fraction) -> Iterator[tuple[Any, Fraction]]:
+def _equations(jaxpr: Any, times: Fraction, mesh_shape: Mapping[str, int]) -> Iterator[tuple[Any, Fraction]]:
     """Yield the equations of collectives, and how often each runs."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -77,8 +79,11 @@ def _equations(jaxpr: Any, times: Fraction) -> Iterator[tuple[Any, Fraction]]:
             continue
         bodies = [body for value in equation.params.values() for body in _jaxprs(value)]
         inner = times * equation.params["length"] if name == "scan" else times / (len(bodies) if name == "cond" else 1)
+        if name == "shard_map":
+            manual = equation.params["newly_manual_axes"]
+            inner *= math.prod(mesh_shape[axis] for axis in manual if axis in _INSIDE_A_REPLICA)
         for body in bodies:
-            for found in _equations(body, inner):
+            for found in _equations(body, inner, mesh_shape):
                 if name == "while":
                     raise ValueError(f"{found[0].primitive.name} is in a loop of unknown length: use lax.scan")
                 yield found

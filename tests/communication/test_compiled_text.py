@@ -1,5 +1,6 @@
 """Collectives read from jaxprs, against the text of the programs that XLA compiles for them."""
 
+import math
 from typing import Any
 
 import jax
@@ -85,6 +86,15 @@ def test_an_all_reduce_sends_the_bytes_of_a_ring(method, program, field):
     assert {one.kind for one in found} == {"all-reduce"}
     sent = getattr(messages_of(config, config_mesh(config)), field)
     assert sent == sum(one.bytes for one in found) * 2 * 3 / 4 > 0
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2}, {"stage": 2}], ids=str)
+def test_quantized_messages_to_all_are_shared_out_and_gathered_in_uint8(mesh):
+    config = config_of("diloco", 4, {"wire": "int4"}, **mesh)
+    found = across(compiled(config, "outer_step"))
+    assert {one.kind for one in found} == {"all-to-all", "all-gather"}
+    sent = sum(one.bytes for one in found) * 3 / 4 * math.prod(mesh.values())  # by all devices of a replica
+    assert messages_of(config, config_mesh(config)).outer_step == sent > 0
 
 
 def test_sparse_messages_are_gathered_in_uint8():

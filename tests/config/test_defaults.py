@@ -28,7 +28,7 @@ OWN = {
         **{"lr": 0.7, "momentum": 0.5, "momentum_of": "steps", "consensus": None, "sync_every": 50},
         **{"group_size": 2, "order": "passes", "wire": "float32"},
     },
-    "diloco": {"lr": 0.7, "momentum": 0.9, "sync_every": 100, "nesterov": True},
+    "diloco": {"lr": 0.7, "momentum": 0.9, "sync_every": 100, "nesterov": True, "wire": "float32"},
     "epidemic": {"sync_every": 1, "order": "passes", "wire": "float32", "neighbours": None},
     "sparseloco": {"lr": 1.0, "sync_every": 30, "error_decay": 0.95, "top_k": 64},
     "ddp": {},
@@ -122,9 +122,9 @@ def test_changing_the_method_of_a_saved_configuration_drops_its_method_settings(
 
 
 def test_methods_that_ignore_the_wire_accept_only_float32():
-    assert from_dict({"method": "diloco", "outer": {"wire": "float32"}}).outer.wire == "float32"
+    assert from_dict({"method": "ddp", "outer": {"wire": "float32"}}).outer.wire == "float32"
     with pytest.raises(UserError, match="wire='int8'"):
-        from_dict({"method": "diloco", "outer": {"wire": "int8"}})
+        from_dict({"method": "ddp", "outer": {"wire": "int8"}})
 
 
 PAPER = [f"{data}_{size}" for data in ("c4", "reddit") for size in ("125m", "1b", "7b")]
@@ -151,6 +151,6 @@ def test_a_shipped_file_keeps_the_outer_step_of_its_own_method(file):
 
 def test_default_settings_lists_the_values_left_at_the_methods_defaults():
     config = loaded("quickstart", "--config.method=diloco", "--config.outer.lr=0.5")
-    assert default_settings(config) == ["momentum=0.9", "nesterov=True", "sync_every=100"]
+    assert default_settings(config) == ["momentum=0.9", "nesterov=True", "sync_every=100", "wire=float32"]
     assert default_settings(loaded("quickstart", "--config.method=ddp")) == []
     assert not any(setting.startswith("consensus") for setting in default_settings(loaded("quickstart")))

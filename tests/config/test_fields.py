@@ -178,7 +178,7 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"num_replicas": 4, "outer": {"group_size": 5}}, ["outer.group_size=5", "num_replicas=4"]),
             ({"outer": {"group_size": 1}}, ["outer.group_size=1", "2"]),
             ({"num_replicas": 1}, ["noloco", "num_replicas=1", "local"]),
-            ({"method": "diloco", "outer": {"wire": "bfloat16"}}, ["outer.wire='bfloat16'", "method='diloco'"]),
+            ({"method": "diloco", "outer": {"wire": "modulo4"}}, ["outer.wire='modulo4'", "method='diloco'", "'int4'"]),
             ({"method": "epidemic", "num_replicas": 1}, ["method='epidemic'", "num_replicas=1"]),
             ({"method": "epidemic", "outer": {"neighbours": 4}}, ["outer.neighbours=4", "num_replicas=4", "3"]),
             (

@@ -404,6 +404,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: nj.RandomNeighbours(0), ValueError, "num_replicas is 0"),
     (lambda: nj.RandomNeighbours(4, order="often"), ValueError, "order is 'often'"),
     (lambda: nj.epidemic(GRAPHS, wire="modulo4"), ValueError, "wire='modulo4' is for pairs"),
+    (lambda: nj.diloco(wire="modulo4"), ValueError, "wire='modulo4' is for pairs"),
     (lambda: nj.noloco(PAIRS, fragments=-1), ValueError, "fragments is -1"),
     (lambda: nj.noloco(PAIRS, sync_every=3, delay=4), ValueError, "delay is 4: it must be between 0 and sync_every, 3"),
     (lambda: nj.RandomPairing(6, order="hypercube"), ValueError, "for pairs of 2, 4, 8, ... replicas, choose 'passes'"),

@@ -33,8 +33,8 @@ def test_costs_on_the_given_links_are_printed_as_tables(capsys):
     assert rows["bfloat16"][1:] == ["2 GB", "16 s", "61.5 %", "none", "16"]
     assert rows["int8"][1:] == ["1.03 GB", "8.25 s", "45.2 %", "9", "9"]
     assert rows["NoLoCo"][1:] == ["10 steps", "200 MB", "4 GB", "16 s", "1.6 s", "38.5 %"]
-    # An all-reduce over 8 sends 2 · 7/8 of the 4 GB in float32, which is how others send, FSDP's collectives 3 · 7/8.
-    assert rows["DiLoCo"][2:6] == ["700 MB", "14 GB", "56 s", "5.6 s"]
+    # An all-reduce over 8 sends 2 · 7/8 of the 2 GB; others send float32, FSDP's collectives 3 · 7/8.
+    assert rows["DiLoCo"][2:6] == ["350 MB", "7 GB", "28 s", "2.8 s"]
     assert rows["DDP"][2:6] == ["7 GB", "175 GB", "56 s", "55.3 s"]
     assert rows["FSDP"][2:6] == ["10.5 GB", "262 GB", "84 s", "83 s"]
     assert rows["1,024"][1:5] == ["32 s", "63.9 s", "640 s", "10"]
@@ -102,6 +102,7 @@ def test_a_reader_that_stops_early_sees_no_error():
         (["--delay=11", "--sync_every=10"], "--delay=11 is more than the --sync_every=10 steps"),
         (["--wire=int5"], "--wire=int5: choose one of float32, bfloat16, int8"),
         (["--wire=modulo4", "--group_size=4"], "--wire=modulo4 is for pairs and --group_size=4"),
+        (["--wire=modulo4", "--method=diloco"], "--wire=modulo4 is for pairs and --method=diloco: use --wire=int4"),
         (["--method=ddp"], "--method=ddp has no setting to choose: give diloco or noloco"),
         (["--islands", "--delay=2"], "--delay=2 is not for --islands: give --delay=0"),
         (["--islands", "--method=diloco"], "--method=diloco is not for --islands: give --method=noloco"),

@@ -122,6 +122,7 @@ LAYOUTS = {
     "devices": ((TINY, "noloco", WHOLE), MeshConfig(replica=8)),
     "slots": ((TINY, "noloco", WHOLE), MeshConfig(replica=4)),
     "diloco-fsdp": ((TINY, "diloco", WHOLE), MeshConfig(replica=4, fsdp=2)),
+    "diloco-int4-cube": ((TINY, "diloco", OuterConfig(sync_every=SYNC_EVERY, wire="int4")), CUBE),
     "epidemic-slots": ((TINY, "epidemic", WHOLE), MeshConfig(replica=4)),
     "sparseloco-slots": ((TINY, "sparseloco", WHOLE), MeshConfig(replica=4)),
     "ddp-fsdp": ((TINY, "ddp", WHOLE), MeshConfig(replica=4, fsdp=2)),

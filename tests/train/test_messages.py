@@ -69,6 +69,9 @@ def test_a_block_quantized_message_counts_block_scales_and_padding(wire, bits, b
     assert messages("noloco", wire=wire).outer_step == message
     if wire == "int4":
         assert messages("noloco", wire=wire, group_size=4).outer_step == 3 * message
+    if wire != "modulo4":  # a message is cut into equal parts, of whole blocks, for each of four replicas
+        parts = math.ceil(full / 4) * (64 * bits // 8 + beside) + math.ceil(small / 4) * (16 * bits // 8 + beside)
+        assert messages("diloco", wire=wire).outer_step == 2 * 3 * parts
 
 
 def test_the_unpaired_one_of_an_odd_number_of_replicas_sends_nothing():

@@ -77,6 +77,7 @@ TABLE = {
         (
             Setting(every(wire="int4"), (CUBE,), "epidemic"),
             Setting(every(fragments=2), (SLOTS,), "diloco"),
+            Setting(every(wire="int4"), (CUBE,), "diloco"),
             Setting(every(), (CUBE,), "sparseloco"),
         ),
     ),

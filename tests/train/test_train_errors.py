@@ -161,7 +161,7 @@ def test_the_banner_lists_settings_left_at_the_methods_defaults(config, tmp_path
     assert train_here(config, tmp_path / "workdir", *flags, dry_run=True) == 0
     banner = capsys.readouterr().out
     method = "all average every 3 steps (Nesterov, alpha 0.9, beta 0.6)"
-    assert f"{method}; at diloco's defaults: momentum=0.9, nesterov=True" in banner
+    assert f"{method}; at diloco's defaults: momentum=0.9, nesterov=True, wire=float32" in banner
 
 
 def test_the_banner_tells_of_a_run_without_an_outer_step(config, tmp_path, capsys):

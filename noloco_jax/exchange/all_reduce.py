@@ -1,0 +1,92 @@
+"""Mean of all replicas' messages, as in DiLoCo: an all-reduce in float32, or quantized parts that are gathered."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, num_parts, warn_if_sharded
+from noloco_jax.exchange.permute import joined
+from noloco_jax.exchange.wire import Wire, decode, encode
+from noloco_jax.outer.fragments import Fragments
+from noloco_jax.outer.rule import Outgoing
+from noloco_jax.outer.transform import Exchange
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class AllExchange(Exchange):
+    """The mean over all replicas. All receive the same bits.
+
+    Quantized numbers cannot be summed in transit. So every device averages a part of the weights: it receives that part
+    of every message, takes the mean in float32, quantizes it again and sends it to all. A replica sends 2(N−1)/N
+    messages, as in a ring all-reduce, where a gather of whole messages would send N−1. What the two roundings take is
+    lost: there is no error feedback, since DiLoCo's replicas stay equal and keep nothing of their own.
+
+    Attributes:
+      wire: wire format of the messages; no `Modulo`.
+      axis_name: axes of the replicas.
+    """
+
+    wire: Wire
+    axis_name: AxisName
+
+    def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[PyTree, None]:
+        """See `Exchange`."""
+        message = outgoing.message
+        if self.wire.exact:
+            return all_mean(message, self.axis_name), None
+        axes = ReplicaAxes.bound(self.axis_name)
+        warn_if_sharded(message, axes)
+        dims = fragments.block_dims(message)
+        leaves, structure = jax.tree.flatten(encode(self.wire, message, dims))
+        buffers, cut = joined(leaves, axes, kept=int(self.wire.takes_blocks))
+        code = structure.unflatten(cut([_mean_code(self.wire, buffer, axes) for buffer in buffers]))
+        return decode(self.wire, code, message, dims), None
+
+
+def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Return the mean over all replicas by an all-reduce, as in DiLoCo's outer step and every step of DDP."""
+    ReplicaAxes.bound(axis_name)
+    for name in reversed(names_of(axis_name)):
+        if lax.axis_size(name) > 1:  # XLA's partitioner refuses an all-reduce over one device beside auto axes
+            tree = lax.pmean(tree, name)
+    return tree
+
+
+def _mean_code(wire: Wire, code: jax.Array, axes: ReplicaAxes) -> jax.Array:
+    """Return the payload of the mean of all replicas' arrays, given the own payload."""
+    code_RB = code.reshape(-1, code.shape[-1] if wire.takes_blocks else 1)
+    code_LRB = code_RB[None] if axes.slot is None else lax.all_gather(code_RB, axes.slot)
+    num_rows, parts = len(code_RB), num_parts()
+    code_LRB = jnp.pad(code_LRB, ((0, 0), (0, -num_rows % (axes.num_devices * parts)), (0, 0)))
+    mean = partial(_mean_of_parts, wire, axes)
+    if parts > 1:  # by hand over the axes inside a replica too: the partitioner would first unshard every array
+        mesh = jax.sharding.get_abstract_mesh()
+        inside = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+        mean = jax.shard_map(
+            mean, in_specs=P(None, inside), out_specs=P(inside), axis_names=set(inside), check_vma=False
+        )
+    return mean(code_LRB)[:num_rows].reshape(code.shape)
+
+
+def _mean_of_parts(wire: Wire, axes: ReplicaAxes, code_LRB: jax.Array) -> jax.Array:
+    """Return the payload (R, B) of the mean; a device averages an equal part of the rows R of all replicas."""
+    slots, rows, width = code_LRB.shape
+    if axes.num_devices > 1:
+        code_LDRB = code_LRB.reshape(slots, axes.num_devices, rows // axes.num_devices, width)
+        code_DLRB = lax.all_to_all(code_LDRB, axes.device, split_axis=1, concat_axis=0)
+        code_LRB = code_DLRB.reshape(axes.num_replicas, rows // axes.num_devices, width)
+
+    def plus(replica: Any, total: jax.Array) -> jax.Array:
+        return total + wire.decode(code_LRB[replica])
+
+    # One after another, in the order of the replicas, so that all layouts round alike.
+    total = lax.fori_loop(1, axes.num_replicas, plus, wire.decode(code_LRB[0]))
+    mean = wire.encode(total / axes.num_replicas)
+    return lax.all_gather(mean, axes.device, tiled=True) if axes.num_devices > 1 else mean
