@@ -41,7 +41,7 @@ def get_config():
 
     config.outer.sync_every = 10
 
-    config.data.kind = "c4"
+    config.data.kind = "jsonl"
     config.data.tokenizer = "byte"
     config.data.sequence_length = 128
     config.data.batch_size = 2

@@ -38,7 +38,7 @@ def get_config(method="noloco"):
 
     paper["use_method"](config, inner, method, config.num_replicas)
 
-    config.data.kind = "c4"
+    config.data.kind = "jsonl"
     config.data.tokenizer = ""  # given on the command line
     config.data.sequence_length = 256
     config.data.batch_size = 8

@@ -114,7 +114,7 @@ def paper_config(argument: str, size: str, data: str) -> ConfigDict:
 
     use_method(config, inner, method, options["replicas"])
 
-    config.data.kind = {"c4": "c4", "reddit": "parquet"}[data]
+    config.data.kind = {"c4": "jsonl", "reddit": "parquet"}[data]
     config.data.tokenizer = "meta-llama/Meta-Llama-3-8B"
     config.data.sequence_length = SEQUENCE_LENGTH
     config.data.batch_size = GlobalBatch(global_batch) // config.get_oneway_ref("num_replicas")

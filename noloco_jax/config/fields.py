@@ -148,7 +148,7 @@ class OuterConfig:
     offload: bool = setting(False, "Keep slow weights and outer momentum in host memory between outer steps.")
 
 
-DATA_KINDS = ("c4", "jsonl", "parquet", "text")
+DATA_KINDS = ("jsonl", "parquet", "text")
 _TEXT_COLUMN = "text"
 
 
@@ -169,7 +169,7 @@ class DataConfig:
 
     kind: str = setting(
         "text",
-        "Files: C4's gzipped JSON lines, any JSON lines, Parquet, text; mixture: those of data.mixture.",
+        "Files: JSON lines such as C4's, Parquet, text; mixture: those of data.mixture.",
         choices=(*DATA_KINDS, "mixture"),
     )
     path: str = setting("", "Training file or folder, or its address (hf://, s3://, gs://, https://).")
@@ -192,9 +192,6 @@ class DataConfig:
     document_mask: bool = setting(False, "Attend within a document alone; its first token is then no label.")
     num_workers: int = setting(0, "Tokenizing processes per process of the run; 0: threads.", minimum=0)
     shuffle_buffer: int = setting(1000, "Documents of a shuffle window, of text all; 1: the files' order.", minimum=1)
-    on_bad_shard: str = setting(
-        "stop", "Damaged files: stop, or skip the rest of one with a warning.", choices=("stop", "skip")
-    )
     mixture: Entries[SourceConfig] = NO_ENTRIES
 
 

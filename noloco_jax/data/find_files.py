@@ -1,7 +1,6 @@
 """Data files: those in a folder and the folders below it, and their division into training and validation."""
 
 import functools
-import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -41,27 +40,51 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
     Raises `UserError` if there is no such file.
     """
     root, suffixes = options.root, tuple(suffixes)
-    found = _remote_files_below(options, suffixes) if is_remote(root) else _local_files_below(options, suffixes)
-    if found == [root]:
-        return found
+    every = _remote_files(options) if is_remote(root) else _local_files(options)
+    if every == [root]:
+        return every
+    of_runs = {file.rpartition("/")[0] for file in every if file.rpartition("/")[2] in _OF_RUNS} - {root}
     named, real = _full_path(options.exclude), real_path(options.exclude)
-    if options.exclude and not _is_below(real_path(root), real):
-        found = [
-            file for file in found if not _is_below(_full_path(file), named) and not _is_below(real_path(file), real)
-        ]
+    excludes = options.exclude and not _is_below(real_path(root), real)
+
+    def is_read(file: str) -> bool:
+        *folders, name = parts_below(file, root)
+        if not name.lower().endswith(suffixes) or name.startswith(".") or any(map(_is_skipped, folders)):
+            return False
+        if any(_is_below(file, run) for run in of_runs) or not (is_remote(file) or os.path.isfile(file)):
+            return False
+        return not (excludes and (_is_below(_full_path(file), named) or _is_below(real_path(file), real)))
+
+    found = list(filter(is_read, every))
     if not found:
         patterns = ", ".join(f"*{suffix}" for suffix in suffixes)
         raise UserError(f"{options.name} holds no file {patterns}")
     return found
 
 
-def remote_files(options: SourceOptions, *, recursive: bool) -> list[str]:
-    """Return the files in a folder at an address, or the one file there. Raises `UserError` if there is neither."""
+def _remote_files(options: SourceOptions) -> list[str]:
     try:
-        return list_files(options.path, recursive=recursive)
+        return list_files(options.path, recursive=True)
     except FileNotFoundError:
         login = ", or it needs a login: set HF_TOKEN" if options.path.startswith("hf://") else ""
         raise UserError(f"{options.name}: there is no such file, folder or bucket{login}") from None
+
+
+def _local_files(options: SourceOptions) -> list[str]:
+    """Return the sorted files; each folder is entered once, under the first of its names that is met."""
+    root, found, entered = options.root, [], set()
+    if os.path.isfile(root):
+        return [root]
+    if not os.path.isdir(root):
+        raise UserError(f"{options.name}: there is no such file or folder")
+    for folder, folders, files in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not _is_skipped(name))
+        found += [os.path.join(folder, name) for name in files]
+    return sorted(found)
 
 
 def parts_below(file: str, root: str) -> list[str]:
@@ -88,51 +111,10 @@ def _is_below(path: str, folder: str) -> bool:
 
 def without_repeats(files: Iterable[str]) -> list[str]:
     """Return the files without those that are one of the others under another name, by a link."""
-    real_folder, found = functools.cache(os.path.realpath), {}
+    found: dict[str, str] = {}
     for file in files:
-        folder, name = os.path.split(file)
-        is_link = not is_remote(file) and os.path.islink(file)
-        real = os.path.realpath(file) if is_link else file if is_remote(file) else f"{real_folder(folder)}/{name}"
-        found.setdefault(real, file)
+        found.setdefault(real_path(file), file)
     return list(found.values())
-
-
-def _remote_files_below(options: SourceOptions, suffixes: tuple[str, ...]) -> list[str]:
-    root, every = options.root, remote_files(options, recursive=True)
-    if every == [root]:
-        return every
-    of_runs = {folder for folder, _, name in (file.rpartition("/") for file in every) if name in _OF_RUNS} - {root}
-
-    def is_read(file: str) -> bool:
-        *folders, name = parts_below(file, root)
-        is_hidden = name.startswith(".") or any(map(_is_skipped, folders))
-        return name.lower().endswith(suffixes) and not is_hidden and not any(_is_below(file, run) for run in of_runs)
-
-    return list(filter(is_read, every))
-
-
-def _local_files_below(options: SourceOptions, suffixes: tuple[str, ...]) -> list[str]:
-    """Return the sorted files; each folder is entered once, by its own name or else by the first link to it."""
-    root, found, entered = options.root, [], set()
-    if os.path.isfile(root):
-        return [root]
-    if not os.path.isdir(root):
-        raise UserError(f"{options.name}: there is no such file or folder")
-    starts = [root]
-    while starts:
-        links: list[str] = []
-        for folder, folders, files in itertools.chain.from_iterable(map(os.walk, starts)):
-            real = os.path.realpath(folder)
-            if real in entered or (folder != root and any(name in files for name in _OF_RUNS)):
-                folders.clear()
-                continue
-            entered.add(real)
-            folders[:] = [name for name in folders if not _is_skipped(name)]
-            links += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
-            named = [name for name in files if name.lower().endswith(suffixes) and not name.startswith(".")]
-            found += [path for name in named if os.path.isfile(path := os.path.join(folder, name))]
-        starts = sorted(links)
-    return sorted(found)
 
 
 class HoldOut:
@@ -184,8 +166,6 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     """
     files = find_files(options, suffixes)
     _check_compressed_once(files)
-    if options.split == "all":
-        return without_repeats(files), "all"
     by_split: dict[str | None, list[str]] = {}
     for file in files:
         split = None if file == options.root else split_in_name(parts_below(file, options.root))

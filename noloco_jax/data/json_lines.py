@@ -1,19 +1,16 @@
-"""Documents in files of JSON lines: any such files, and C4 in its public form."""
+"""Documents in files of JSON lines."""
 
-import fnmatch
 import functools
 import json
-import os
 import reprlib
 from collections.abc import Sequence
 from contextlib import closing
 
-from noloco_jax.data.find_files import HELD_OUT_EVERY, remote_files, without_repeats
+from noloco_jax.data.find_files import HELD_OUT_EVERY
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
-from noloco_jax.data.reading import DamagedFileError, file_states, skip_document, versions_fact
+from noloco_jax.data.reading import DamagedFileError, file_states, leave_out, versions_fact
 from noloco_jax.data.source import GOLDEN_STEP, Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
-from noloco_jax.storage.addresses import is_remote
 
 # A plain .json is rarely one of lines.
 SUFFIXES = (
@@ -21,55 +18,26 @@ SUFFIXES = (
     ".ndjson",
     *(kind + suffix for kind in (".jsonl", ".ndjson", ".json") for suffix in COMPRESSED),
 )
-_JSON_KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    float: "a number",
-    bool: "true or false",
-    type(None): "null",
-}
 _START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 
 
-def find_c4_files(options: SourceOptions) -> list[str]:
-    """Find the sorted files `c4-{split}.*.json.gz` of a folder."""
-    pattern, root = f"c4-{options.split}.*.json.gz", options.root
-    if is_remote(root):
-        found = remote_files(options, recursive=False)
-    elif os.path.isdir(root):
-        found = [os.path.join(root, name) for name in sorted(os.listdir(root))]
-    else:
-        raise UserError(f"{options.name}: there is no such folder; give the one that holds {pattern}")
-    files = without_repeats(file for file in found if fnmatch.fnmatchcase(file.rpartition("/")[2], pattern))
-    if not files:
-        raise UserError(f"{options.name} holds no file {pattern}")
-    return files
+def parse_text(line: Line, options: SourceOptions) -> str | None:
+    """Return the document on a line, the field `text_column` of a JSON object, which may be null.
 
-
-def parse_text(line: Line, options: SourceOptions) -> str:
-    """Return the document on a line, the field `text_column` of a JSON object; `DamagedFileError` if it has none."""
-    name, remedy = options.text_column, "write it again or leave it out"
+    Raises `DamagedFileError` if it has none.
+    """
+    name, remedy = options.text_column, "write it again, or leave it out"
     try:
-        text = line.content.decode("utf-8-sig", "surrogatepass")
-        document = json.loads(text, parse_int=float)  # Python reads no integer of more than 4300 digits
-        if isinstance(document, dict) and isinstance(document.get(name), str) and b"\0" not in line.content:
-            return document[name]
-        if not isinstance(document, dict):
-            reason = f"it is {_JSON_KINDS[type(document)]}"
-        elif name in document:
-            reason = f'"{name}" is {_JSON_KINDS[type(document[name])]}'
-        else:
+        document = json.loads(line.content.decode("utf-8-sig", "surrogatepass"))
+        if isinstance(document, dict) and name not in document:
             reason = f"its fields are {reprlib.repr(list(document))}"
             remedy = f"give {options.beside('text_column')} the name of the text's"
-    except json.JSONDecodeError as error:
-        reason, remedy = f"{error.msg} at column {error.colno}", "fetch the file again"
-    except UnicodeDecodeError as error:
-        reason, remedy = str(error), "fetch the file again"
-    except RecursionError:
-        reason = "it is nested too deep to be read"
-    if b"\0" in line.content:
-        reason, remedy = "it holds NUL bytes, as files have that a crash cut off", "write the file again"
+        elif isinstance(document, dict) and isinstance(document[name], str | None):
+            return document[name]
+        else:
+            reason = f"it is {reprlib.repr(document)}"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
     raise DamagedFileError(
         f'{line.path}, line {line.number} is not a JSON object with a string "{name}" ({reason}): {remedy}'
     )
@@ -87,9 +55,8 @@ class JsonLinesSource(Source):
     turns (questions and answers) are all held out alike. It is the fiftieth of one of the first documents with text.
     """
 
-    def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str):
+    def __init__(self, options: SourceOptions, files: Sequence[str], part: str):
         super().__init__(options, files, part)
-        self._kind = kind
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._held_out = -1 if part == "all" else self._find_held_out()
 
@@ -97,7 +64,7 @@ class JsonLinesSource(Source):
     def fingerprint(self) -> dict[str, int | str]:
         sizes = [state.size for state in file_states(self.files)]
         return {
-            "kind": self._kind,
+            "kind": "jsonl",
             "files": len(self.files),
             "bytes": sum(sizes),
             "names and sizes": self.options.digest(zip(self.files, sizes, strict=True)),
@@ -111,7 +78,7 @@ class JsonLinesSource(Source):
         return (self._file_numbers[line.path] + line.number) * GOLDEN_STEP % 2**64 * HELD_OUT_EVERY >> 64
 
     def _find_held_out(self) -> int:
-        with closing(LineReader(self.files, on_bad_shard=self.options.on_bad_shard)) as lines:
+        with closing(LineReader(self.files)) as lines:
             first = [line for line in (lines.next() for _ in range(HELD_OUT_EVERY)) if line is not None]
         if len(first) < 2:
             raise UserError(
@@ -126,12 +93,12 @@ class JsonLinesSource(Source):
         return self.part == "all" or (self._fiftieth(line) == self._held_out) == (self.part == "held_out")
 
     def count_documents(self, most: int) -> int:
-        """Count documents, where there are fewer files than `most`; a folder of something else is found at once."""
+        """Count documents, where there are fewer files than `most`. The first one has to be readable."""
         found, needed = 0, most if len(self.files) < most else 1
-        with closing(LineReader(self.files, on_bad_shard=self.options.on_bad_shard)) as lines:
+        with closing(LineReader(self.files)) as lines:
             while found < needed and (line := lines.next()) is not None:
                 if found == 0:
-                    self._text(line)
+                    parse_text(line, self.options)
                 found += self.in_part(line)
         return most if found == needed else found
 
@@ -143,10 +110,13 @@ class JsonLinesSource(Source):
 
     def _text(self, line: Line) -> str:
         try:
-            return parse_text(line, self.options)
+            text = parse_text(line, self.options)
         except DamagedFileError as error:
-            skip_document(error, self.options.on_bad_shard)
+            leave_out(str(error))
             return ""
+        if text is None:
+            leave_out(f"{line.path}, line {line.number}: {self.options.text_column} is null")
+        return text or ""
 
 
 class JsonLinesEpochShard(WindowShuffledShard):
@@ -169,8 +139,7 @@ class JsonLinesEpochShard(WindowShuffledShard):
 
     def _go_to(self, seek_hint: tuple[int, ...]) -> None:
         self._next_window, *position, self._number = seek_hint
-        on_bad_shard = self._source.options.on_bad_shard
-        self._lines = LineReader(self._files, LinePosition(*position), on_bad_shard=on_bad_shard)
+        self._lines = LineReader(self._files, LinePosition(*position))
 
     def read_window(self, window: int) -> list[Line]:
         if window < self._next_window:

@@ -10,7 +10,8 @@ from typing import IO, Any, NamedTuple, cast
 
 from isal import igzip, igzip_lib
 
-from noloco_jax.data.reading import DamagedFileError, file_state, stop_or_skip
+from noloco_jax.data.reading import tell_once
+from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import open_file, path_or_file
 from noloco_jax.storage.retries import with_retries
 
@@ -50,7 +51,7 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
     A `damaged` one gives all that can be decompressed of it, more slowly: with gzip from zlib, as ISA-L, three times as
     fast, keeps back what precedes the damage; with zstd byte by byte, as Arrow loses all of the read that meets it.
 
-    Raises `DamagedFileError` for a compressed file of another name.
+    Raises `UserError` for a compressed file of another name.
     """
     given: Any = path_or_file(path)
     suffix = os.path.splitext(path)[1].lower()
@@ -67,7 +68,7 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
     with open_file(path) as opened:
         start = opened.read(8)
     if suffix := compression_of(start):
-        raise DamagedFileError(f"{path} is compressed: name it {path}{suffix}")
+        raise UserError(f"{path} is compressed: name it {path}{suffix}")
     return open_file(path)
 
 
@@ -81,19 +82,18 @@ def _go_to(start: int, opened: IO[bytes], path: str) -> None:
 
 
 class LineReader:
-    """Reader of the lines of some files one after another, blank ones left out, from any `position` on."""
+    """Reader of the lines of some files one after another, blank ones left out, from any `position` on.
 
-    def __init__(self, files: Sequence[str], position: LinePosition = _START, *, on_bad_shard: str = "stop"):
-        self._files, self.position, self._on_bad_shard = files, position, on_bad_shard
+    Of a file that cannot be decompressed to its end, the lines before the damage are read; a warning names it.
+    """
+
+    def __init__(self, files: Sequence[str], position: LinePosition = _START):
+        self._files, self.position = files, position
         self._opened: IO[bytes] | None = None
         self._damaged: int | None = None  # number of the file
 
     def next(self) -> Line | None:
-        """Read the next document's line; None after the last one of the last file.
-
-        Raises `DamagedFileError` for a file that cannot be decompressed, unless `on_bad_shard` is "skip": its further
-        lines are then left out.
-        """
+        """Read the next document's line; None after the last one of the last file."""
         while True:
             file, lines, start = self.position
             if file == len(self._files):
@@ -101,18 +101,14 @@ class LineReader:
             path = self._files[file]
             try:
                 content = with_retries(self._read_line, path)
-                if not content and not start and path.lower().endswith(COMPRESSED) and not file_state(path).size:
-                    raise DamagedFileError(f"{path} has 0 bytes, which is no compressed text: fetch it again")
-            except (DamagedFileError, EOFError, OSError, zlib.error, _BadStream) as error:
-                if not isinstance(error, DamagedFileError):
-                    if path.lower().endswith(COMPRESSED) and self._damaged != file:
-                        self._damaged = file  # it is opened once more, to come up to the damage
-                        continue
-                    error = DamagedFileError(
-                        f"{path} cannot be decompressed after line {lines} ({error}): it is truncated or damaged; "
-                        "fetch it again"
-                    )
-                stop_or_skip(error, self._on_bad_shard)
+            except (EOFError, OSError, zlib.error, _BadStream) as error:
+                if self._damaged != file:
+                    self._damaged = file  # it is opened once more, to come up to the damage
+                    continue
+                tell_once(
+                    f"warning: {path} cannot be decompressed after line {lines} ({error}): its rest is left out; fetch "
+                    "it again before the next run"
+                )
                 content = b""
             if not content:
                 self.close()

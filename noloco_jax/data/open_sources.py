@@ -1,11 +1,10 @@
 """Opening of the data sets that a configuration names."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from noloco_jax.data.find_files import real_path, split_files
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
-from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files
+from noloco_jax.data.json_lines import JsonLinesSource
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.parquet import ParquetSource
 from noloco_jax.data.source import EncodeTexts, Source, SourceOptions
@@ -49,7 +48,7 @@ def open_source(
     path, validation_path = config.path, config.validation_path
     if not path:
         raise UserError(f'{group}.path is "": name the folder or file with the training data')
-    if config.kind != "c4" and validation_path and real_path(path) == real_path(validation_path):
+    if validation_path and real_path(path) == real_path(validation_path):
         raise UserError(
             f"{group}.validation_path={validation_path!r} is {group}.path: give other data, or leave it empty "
             f"for a part of {group}.path to be held out"
@@ -68,50 +67,26 @@ def open_source(
 
 
 def open_documents(config: "DataConfig", *, field: str, vocab_size: int | None = None) -> Source:
-    """Open all documents below `config.path`, which `field` names in error messages, in the order of the files.
+    """Open the documents below `config.path`, which `field` names in error messages, in the order of the files.
 
-    Of kind "c4" those named validation. A long text is cut into pieces of a MiB, whatever the length of sequences.
+    Of files that are named after a split, those of validation, or else of test. A long text is cut into pieces of a
+    MiB, whatever the length of sequences.
     """
-    split = "validation" if config.kind == "c4" else "all"
-    return _source(config, _options(config, field, split, False), vocab_size, _LONG_PIECE)
+    return _source(config, _options(config, field, "validation", False), vocab_size, _LONG_PIECE)
 
 
 def _options(config: "DataConfig", field: str, split: str, holds_both_splits: bool) -> SourceOptions:
     """Return the options of documents in the order of the files."""
-    return SourceOptions(
-        config.path, field, split, holds_both_splits, "", 0, 1, config.on_bad_shard, config.text_column
-    )
+    return SourceOptions(config.path, field, split, holds_both_splits, "", 0, 1, config.text_column)
 
 
 def _source(config: "DataConfig", options: SourceOptions, vocab_size: int | None, piece: int) -> Source:
     """Open the documents of `options` as `config.kind`; texts in pieces of so many bytes."""
     if config.kind == "text":
         return TextSource(options, piece)
-    if config.kind == "c4":
-        return JsonLinesSource(options, find_c4_files(options), "all", config.kind)
     if config.kind == "jsonl":
-        return JsonLinesSource(options, *split_files(options, JSON_LINES_SUFFIXES), config.kind)
+        return JsonLinesSource(options, *split_files(options, JSON_LINES_SUFFIXES))
     if config.kind == "parquet":
         files = split_files(options, PARQUET_SUFFIXES)
         return ParquetSource(options, *files, config.sequence_length, vocab_size)
-    raise UserError(f'{options.beside("kind")}={config.kind!r}: the kinds are "c4", "jsonl", "parquet" and "text"')
-
-
-def check_apart(training: Mapping[str, Source], validation: Mapping[str, Source]) -> None:
-    """Raise `UserError` where one source of a mixture trains on files whose documents validate another.
-
-    Two that read the same files, and hold documents out of them, hold the same ones out.
-    """
-    trained_on, validating = (
-        {group: (list(map(real_path, source.files)), source.part, type(source)) for group, source in sources.items()}
-        for sources in (training, validation)
-    )
-    for group, (ours, held_out, kind) in validating.items():
-        for other, (theirs, rest, other_kind) in trained_on.items():
-            are_apart = (held_out, rest) == ("held_out", "rest") and ours == theirs and kind is other_kind
-            common = set(ours) & set(theirs)
-            if other != group and common and not are_apart:
-                raise UserError(
-                    f"{other} trains on {min(common)}, of which documents validate {group}: give the two other files, "
-                    f"or one validation_path outside of what {other} reads"
-                )
+    raise UserError(f'{options.beside("kind")}={config.kind!r}: the kinds are "jsonl", "parquet" and "text"')

@@ -9,7 +9,7 @@ import numpy as np
 from noloco_jax.data.find_files import HoldOut
 from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
-from noloco_jax.data.reading import DamagedFileError, file_states, stop_or_skip, versions_fact
+from noloco_jax.data.reading import DamagedFileError, file_states, tell_once, versions_fact
 from noloco_jax.data.source import Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
@@ -71,12 +71,11 @@ class ParquetSource(Source):
         sequence_length: int,
         vocab_size: int | None,
     ):
-        footers = _readable_footers(files, options)
-        super().__init__(options, list(footers), part)
-        self._footers = list(footers.values())
+        super().__init__(options, files, part)
+        self._footers = read_footers(file_states(files), options.text_column)
         self._converters = [
-            RowConverter(file, footer.columns, sequence_length, vocab_size, options.on_bad_shard)
-            for file, footer in footers.items()
+            RowConverter(file, footer.columns, sequence_length, vocab_size)
+            for file, footer in zip(files, self._footers, strict=True)
         ]
         texts, tokens = ([c.path for c in self._converters if c.is_text is text] for text in (True, False))
         if texts and tokens:
@@ -137,7 +136,7 @@ class ParquetSource(Source):
     def _block_rows(self, number: int, skip: int) -> Iterator[Any]:
         """The part's rows of a block from number `skip` on; a few at a time are in memory.
 
-        Where a damaged file is skipped, the rest of the block's rows are empty, so that all rows keep their numbers.
+        Where the file is damaged, the rest of the block's rows are empty, so that all rows keep their numbers.
         """
         block = self._blocks[number]
         converter, group, row = self._converters[block.file], block.first_group, block.first_row
@@ -157,20 +156,9 @@ class ParquetSource(Source):
                     yield rows[k]
                 skip = max(0, skip - int(mask.sum()))
         except DamagedFileError as error:
-            stop_or_skip(error, self.options.on_bad_shard)
+            tell_once(f"warning: {error}; the rest of these rows is left out")
             for _ in range(left):
                 yield converter.empty_row
-
-
-def _readable_footers(files: Sequence[str], options: SourceOptions) -> dict[str, FileFooter]:
-    """The footer of each file, without the damaged files where on_bad_shard is "skip"."""
-    footers = {}
-    for file, footer in zip(files, read_footers(file_states(files), options.text_column), strict=True):
-        if isinstance(footer, DamagedFileError):
-            stop_or_skip(footer, options.on_bad_shard)
-        else:
-            footers[file] = footer
-    return footers
 
 
 class ParquetEpochShard(WindowShuffledShard):

@@ -33,19 +33,16 @@ class FileFooter(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)  # data sets
-def read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileFooter | DamagedFileError, ...]:
-    """Read the footer of each file, or the reason why it is no Parquet file. Raises `UserError` for unknown columns.
+def read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileFooter, ...]:
+    """Read the footer of each file, once in a process unless the files change.
 
-    They are read once in a process, unless the files change.
+    Raises `UserError` for a file that is not Parquet, and for unknown columns.
     """
 
-    def read(file: FileState) -> FileFooter | DamagedFileError:
-        try:
-            with _open(file.path) as opened:
-                columns = choose_columns(file.path, opened.schema_arrow, text_column)
-                groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
-        except DamagedFileError as error:
-            return error
+    def read(file: FileState) -> FileFooter:
+        with _open(file.path) as opened:
+            columns = choose_columns(file.path, opened.schema_arrow, text_column)
+            groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
         rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
         return FileFooter(columns, rows, group_bytes)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.reading import DamagedFileError, skip_document
+from noloco_jax.data.reading import leave_out
 from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
@@ -26,14 +26,12 @@ class RowConverter(NamedTuple):
       columns: the columns of its batches, see `parquet_file.choose_columns`.
       sequence_length: tokens of a sequence; sequences of padding alone are left out at the end of a row.
       vocab_size: the model's; None leaves the ids unchecked.
-      on_bad_shard: whether to "stop" at a row that cannot be read or to "skip" it, which leaves an empty one.
     """
 
     path: str
     columns: tuple[str, ...]
     sequence_length: int
     vocab_size: int | None
-    on_bad_shard: str
 
     @property
     def is_text(self) -> bool:
@@ -51,27 +49,20 @@ class RowConverter(NamedTuple):
           batch: the columns.
           first_row: number of the batch's first row in the file.
 
-        Raises `UserError`, which names the row, for tokens and labels that cannot be trained on. Rows with nulls or
-        with columns of different lengths are refused or skipped.
+        Rows with nulls, or with columns of different lengths, are empty. Raises `UserError`, which names the row, for
+        tokens and labels that cannot be trained on.
         """
-        bad = self._bad_rows(batch)
-        numbers_R = np.delete(np.arange(first_row, first_row + batch.num_rows), list(bad))
-        for row, reason in bad.items():
-            error = DamagedFileError(
-                f"{self.path}, row {first_row + row} (counted from 0): {reason}: give --config.data.on_bad_shard=skip "
-                "to leave such rows out, or write the row again"
-            )
-            skip_document(error, self.on_bad_shard)
-        if bad:
-            batch = batch.take(numbers_R - first_row)  # type: ignore[arg-type]  # numpy's do too
-        try:
-            good = iter(batch.column(0).to_pylist() if self.is_text else self._token_rows(batch, numbers_R))
-        except UnicodeDecodeError as error:
-            where = f"{self.path}, one of the {batch.num_rows} rows from {first_row} on (counted from 0)"
-            raise DamagedFileError(
-                f"{where}: {self.columns[0]} is not UTF-8 ({error.reason}): write it again"
-            ) from None
-        return [self.empty_row if row in bad else next(good) for row in range(len(numbers_R) + len(bad))]
+        bad, numbers_R = self._bad_rows(batch), np.arange(first_row, first_row + batch.num_rows)
+        if not bad:
+            return self._good_rows(batch, numbers_R)
+        for row, reason in sorted(bad.items()):
+            leave_out(f"{self.path}, row {numbers_R[row]} (counted from 0): {reason}")
+        kept = np.delete(np.arange(batch.num_rows), list(bad))
+        good = iter(self._good_rows(batch.take(kept), numbers_R[kept]))  # type: ignore[arg-type]  # numpy's do too
+        return [self.empty_row if row in bad else next(good) for row in range(batch.num_rows)]
+
+    def _good_rows(self, batch: "pa.RecordBatch", numbers_R: np.ndarray) -> list[Any]:
+        return _texts(batch.column(0)) if self.is_text else self._token_rows(batch, numbers_R)
 
     def _bad_rows(self, batch: "pa.RecordBatch") -> dict[int, str]:
         """Return the number, in the batch, of each row that cannot be read -> the reason."""
@@ -84,13 +75,10 @@ class RowConverter(NamedTuple):
                 holes_N = np.flatnonzero(np.asarray(column.flatten().is_null()))
                 rows = np.searchsorted(np.cumsum(_lengths(column)), holes_N, side="right")
                 bad |= dict.fromkeys(rows.tolist(), f"{name} holds a null")
-        if not self.is_text:
-            lengths_R, *others = (_lengths(batch.column(name)) for name in self.columns)
-            for name, other_R in zip(self.columns[1:], others, strict=True):
-                for row in np.flatnonzero(lengths_R != other_R).tolist():
-                    reason = f"{lengths_R[row]} input_ids and {other_R[row]} values in {name}"
-                    bad.setdefault(row, reason)
-        return dict(sorted(bad.items()))
+        for name in () if self.is_text else self.columns[1:]:
+            unequal_R = _lengths(batch.column(name)) != _lengths(batch.column("input_ids"))
+            bad = dict.fromkeys(np.flatnonzero(unequal_R).tolist(), f"{name} is not as long as input_ids") | bad
+        return bad
 
     def _token_rows(self, batch: "pa.RecordBatch", numbers_R: np.ndarray) -> list[np.ndarray]:
         lengths_R = _lengths(batch.column("input_ids"))
@@ -137,18 +125,11 @@ class RowConverter(NamedTuple):
         next_ids_N = np.roll(ids_N, -1)  # the last one is no row's
         if self.columns[1] == "attention_mask":
             return np.where(followed_N, next_ids_N, IGNORED_LABEL)
+        if self.columns[1] == "label":
+            return other_N
         # A row's last token has no next id to compare its label with.
         scored_N = (other_N != IGNORED_LABEL) & followed_N
-        equals_own = bool((other_N == ids_N)[scored_N].all())
-        equals_next = bool((other_N == next_ids_N)[scored_N].all())
-        if self.columns[1] == "label":
-            if equals_own and not equals_next:
-                raise UserError(
-                    f"{self.path}: label equals input_ids, and must hold the ids that follow: name the column labels, "
-                    "or shift it by one"
-                )
-            return other_N
-        if equals_next and not equals_own:
+        if (other_N == next_ids_N)[scored_N].all() and not (other_N == ids_N)[scored_N].all():
             raise UserError(
                 f"{self.path}: labels holds the ids that follow, and must equal input_ids: name the column label"
             )
@@ -190,6 +171,14 @@ def _with_padding_behind(rows_2N: np.ndarray, padding_N: np.ndarray, lengths_R: 
     row_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
     rows_2N = np.stack([np.where(padding_N, PADDING, rows_2N[0]), rows_2N[1]])
     return rows_2N[:, np.lexsort((padding_N, row_N))]
+
+
+def _texts(column: Any) -> list[str]:
+    """Return the text of each row; bytes that are not UTF-8 become U+FFFD, as in text files."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [content.decode("utf-8", "replace") for content in column.cast("large_binary").to_pylist()]
 
 
 def _lengths(column: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Data files: their state, damaged ones, which are refused or skipped, and lost processes that read."""
+"""Data files: their state, what is damaged in them, and lost processes that read."""
 
 import functools
 import os
@@ -58,25 +58,16 @@ def versions_fact(paths: Sequence[str]) -> dict[str, str]:
 
 
 _reported: set[str] = set()
-_skipped: set[int] = set()  # documents, by the hashes of the errors
+_left_out: set[int] = set()  # documents, by the hashes of the reasons
 
 
-def stop_or_skip(error: UserError, on_bad_shard: str) -> None:
-    """Raise `error` if `on_bad_shard` is "stop"; "skip" reports it to stderr, once in a process."""
-    if on_bad_shard == "stop":
-        raise error
-    tell_once(f"warning: skipped, as data.on_bad_shard='skip' says: {error}")
-
-
-def skip_document(error: UserError, on_bad_shard: str) -> None:
-    """Raise `error` if `on_bad_shard` is "stop"; "skip" reports the 1st, 10th, 100th, ... document of a process."""
-    if on_bad_shard == "stop":
-        raise error
-    number = len(_skipped)
-    _skipped.add(hash(str(error)))
-    if len(_skipped) > number and re.fullmatch("10*", str(len(_skipped))):
-        total = f"{len(_skipped)} documents so far" if number else "further documents are only counted"
-        tell(f"warning: skipped, as data.on_bad_shard='skip' says ({total}): {error}")
+def leave_out(reason: str) -> None:
+    """Report a document that cannot be read to stderr: the 1st, 10th, 100th, ... of a process."""
+    if (key := hash(reason)) not in _left_out:
+        _left_out.add(key)
+        if re.fullmatch("10*", str(len(_left_out))):
+            count = f"{len(_left_out)} unreadable document{'s' * (len(_left_out) > 1)}"
+            tell(f"warning: {count} so far, taken as empty: {reason}")
 
 
 def tell_once(line: str) -> None:

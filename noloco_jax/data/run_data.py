@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_jax.data.documents import Loader, ReplicaDocuments, sequences
 from noloco_jax.data.mixture import configs_by_source, mixture_of, source_name
-from noloco_jax.data.open_sources import check_apart, encoder_of, open_source
+from noloco_jax.data.open_sources import encoder_of, open_source
 from noloco_jax.data.packing import HostBatch, HostSequence
 from noloco_jax.data.positions import DataPosition
 from noloco_jax.data.source import Source
@@ -66,7 +66,6 @@ class RunData:
             source.check_replicas(num_replicas)
         for source in self.validation.values():
             source.check_replicas(1)
-        check_apart(self.training, self.validation)
 
     def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Return the facts that tell the training data, and their tokens, from others; a position depends on them."""

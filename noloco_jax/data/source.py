@@ -32,12 +32,11 @@ class SourceOptions(NamedTuple):
     Attributes:
       path: a folder or a file.
       field: the field or flag that holds `path`.
-      split: "train", "validation" or, for all files whatever their names, "all".
+      split: "train" or "validation".
       holds_both_splits: whether `path` has the documents of both splits; otherwise all of them belong to `split`.
       exclude: the path of the other split's data, or ""; files below it are left out.
       seed: seed of the shuffles.
       shuffle_buffer: number of documents that are shuffled together; 1 keeps the order of the files.
-      on_bad_shard: whether to "stop" at a damaged file or to "skip" it.
       text_column: the column or field that holds a document's text, of kinds that have more than one.
     """
 
@@ -48,7 +47,6 @@ class SourceOptions(NamedTuple):
     exclude: str
     seed: int
     shuffle_buffer: int
-    on_bad_shard: str
     text_column: str
 
     @property

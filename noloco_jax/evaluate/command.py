@@ -37,8 +37,8 @@ from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 
-_KINDS = ("c4", "jsonl", "parquet", "text")
-_SUFFIXES = {"jsonl": (*JSON_LINES_SUFFIXES, ".json.gz"), "parquet": PARQUET_SUFFIXES}
+_KINDS = ("jsonl", "parquet", "text")
+_SUFFIXES = {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}
 _TOKENS_OF_BATCH = 8192
 
 
@@ -139,7 +139,7 @@ def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
         counted = None if tokenizer is None else _CountingTokenizer(tokenizer)
         documents = open_source(data, validation=True, seed=0, vocab_size=vocab_size, group=group)
         texts.append(_Text(f"validation of {group}", documents, counted))
-    if model.data_at_start is not None and any(_may_hold_out(data) for data in sources.values()):
+    if model.data_at_start is not None and not all(data.validation_path for data in sources.values()):
         now = RunData(model.data, seed=model.seed, vocab_size=vocab_size).facts(tokenizer)
         changed = [name for name, fact in now.items() if model.data_at_start.get(name) != fact]
         if changed:
@@ -149,11 +149,6 @@ def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
                 "may have been trained on"
             )
     return texts
-
-
-def _may_hold_out(data: DataConfig) -> bool:
-    """Return True if documents among those to train on may be held out: which ones depends on all of them."""
-    return data.kind != "c4" and not data.validation_path
 
 
 def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:

@@ -79,7 +79,7 @@ def test_a_resume_may_leave_out_what_its_run_began_from(tmp_path):
 
 
 def test_an_added_or_removed_source_is_refused_with_the_flag_that_undoes_it(tmp_path):
-    web, own = ({"kind": kind, "weight": 1.0} for kind in ("c4", "jsonl"))
+    web, own = ({"kind": kind, "weight": 1.0} for kind in ("parquet", "jsonl"))
     one, both, heavier = (
         from_dict({"data": {"kind": "mixture", "mixture": mixture}})
         for mixture in ({"web": web}, {"web": web, "own": own}, {"web": web | {"weight": 2.0}})

@@ -27,7 +27,7 @@ from noloco_jax.config import (
 from noloco_jax.errors import UserError
 
 ROPE = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-SOURCE = {"kind": "c4", "weight": 1.0, "path": "", "validation_path": ""}
+SOURCE = {"kind": "jsonl", "weight": 1.0, "path": "", "validation_path": ""}
 
 
 def refusal(values: dict) -> str:
@@ -118,7 +118,10 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
 def test_errors_in_a_mixture_source_name_the_source():
     assert_each_is_refused(
         [
-            (mixture("web", source=SOURCE | {"kind": "c5"}), ["data.mixture.web.kind='c5'", "give one of c4, jsonl"]),
+            (
+                mixture("web", source=SOURCE | {"kind": "c5"}),
+                ["data.mixture.web.kind='c5'", "give one of jsonl, parquet"],
+            ),
             (mixture("web", source=SOURCE | {"kind": "mixture"}), ["data.mixture.web.kind='mixture'"]),
             (mixture("web", source=SOURCE | {"weight": -1}), ["data.mixture.web.weight=-1.0", "give float > 0"]),
             (mixture("web", source=SOURCE | {"weight": "1"}), ["data.mixture.web.weight: expected float, got '1'"]),
@@ -127,7 +130,7 @@ def test_errors_in_a_mixture_source_name_the_source():
                 ["data.mixture.web.wieght", "did you mean 'data.mixture.web.weight'"],
             ),
             (mixture("web", source=SOURCE | {"zzz": 1}), ["the fields there are data.mixture.web.kind, "]),
-            (mixture("web", source={"kind": "c4"}), ["data.mixture.web.weight is missing"]),
+            (mixture("web", source={"kind": "jsonl"}), ["data.mixture.web.weight is missing"]),
             (mixture("web", source=3), ["data.mixture.web: expected a group of fields, got 3"]),
             ({"data": {"mixture": [SOURCE]}}, ["data.mixture: expected groups of fields by name, got ["]),
             *((mixture(name), ["data.mixture: ", "is not a name"]) for name in ("a.b", "", "a b", "x" * 3000)),

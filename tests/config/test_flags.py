@@ -251,13 +251,13 @@ def test_the_sources_of_a_mixture_are_set_added_and_left_out_by_name(tmp_path):
     file.write_text(
         "from ml_collections import ConfigDict\n\ndef get_config():\n"
         "    config = ConfigDict({'data': {'kind': 'mixture'}})\n"
-        "    config.data.mixture = {'web': {'kind': 'c4', 'path': 'c4/en', 'weight': 7}}\n    return config\n"
+        "    config.data.mixture = {'web': {'kind': 'jsonl', 'path': 'c4/en', 'weight': 7}}\n    return config\n"
     )
     added = ["--config.data.mixture.own.kind=jsonl", "--config.data.mixture.own.weight=3"]
     config = loaded(str(file), *added, "--config.data.mixture.web.weight=6")
     assert {name: (source.kind, source.weight) for name, source in config.data.mixture.items()} == {
         "own": ("jsonl", 3.0),
-        "web": ("c4", 6.0),
+        "web": ("jsonl", 6.0),
     }
     saved = str(save_config(config, tmp_path))
     assert loaded(saved) == config

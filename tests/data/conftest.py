@@ -9,4 +9,4 @@ from noloco_jax.data import reading
 def nothing_reported(monkeypatch):
     """Report again what an earlier test of this process reported."""
     monkeypatch.setattr(reading, "_reported", set())
-    monkeypatch.setattr(reading, "_skipped", set())
+    monkeypatch.setattr(reading, "_left_out", set())

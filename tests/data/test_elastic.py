@@ -11,7 +11,7 @@ from noloco_jax.data import redistribute
 from noloco_jax.errors import UserError
 from support.data_makers import before_next_document, documents, open_streams, read_through, write_counting
 
-KINDS = ["c4", "jsonl", "parquet", "text"]
+KINDS = ["jsonl", "parquet", "text"]
 
 
 def finish(config, states, epoch):
@@ -105,7 +105,7 @@ def test_splitting_a_shard_deals_its_documents_out_round_robin(tmp_path):
 
 
 def test_a_redistributed_stream_resumes_bitwise(tmp_path):
-    config, _ = write_counting("c4", tmp_path / "data", 61)
+    config, _ = write_counting("jsonl", tmp_path / "data", 61)
     states, _ = run_chain(config, (4, 2), np.random.default_rng(3), batches=5)
     whole = restored(config, states)[1]
     for _ in range(12):

@@ -1,8 +1,8 @@
 """JSON lines of any name and compression, read as one data set."""
 
-import gzip
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pyarrow as pa
@@ -86,18 +86,15 @@ def test_one_of_two_documents_is_held_out(tmp_path):
             check_data(config, num_replicas=3)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "c4", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_the_text_is_read_from_the_configured_field(tmp_path, kind):
     documents = [{"text": f"no {k}", "body": f"b{k}", "input_ids": [k], "labels": [k]} for k in range(9)]
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(documents), tmp_path / "0.parquet")
     else:
-        lines = "".join(json.dumps(document) + "\n" for document in documents)
-        (tmp_path / "0.jsonl").write_text(lines)
-        (tmp_path / "c4-validation.0.json.gz").write_bytes(gzip.compress(lines.encode()))
-        (tmp_path / "c4-train.0.json.gz").write_bytes(gzip.compress(lines.encode()))
+        (tmp_path / "0.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
     config = replace(config_for("elsewhere", validation_path=str(tmp_path), sequence_length=17), kind=kind)
-    config = replace(config, text_column="body", path=str(tmp_path) if kind == "c4" else config.path)
+    config = replace(config, text_column="body")
     (batch,) = validation_batches(config, BYTE, num_batches=5)
     assert BYTE.decode(batch["input_ids"][0]) == "".join(f"b{k}" for k in range(9))[:17]
     missing = replace(config, text_column="content", path=str(tmp_path), validation_path="")
@@ -121,42 +118,36 @@ def test_each_source_of_a_mixture_has_its_own_text_field(tmp_path):
     ("line", "reason"),
     [
         ("{broken", r"line 3 is not a JSON object with a string \"text\" \(Expecting property name"),
-        ("[" * 200_000 + "]" * 200_000, r"line 3 .* \(it is nested too deep to be read\)"),
-        ('["text"]', r"line 3 .* \(it is a list\)"),
-        (
-            '{"body": "a", "url": "b"}',
-            r"line 3 .* \(its fields are \['body', 'url'\]\): .*data\.text_column",
-        ),
-        ('{"text": "a\0b"}', r"line 3 .* \(it holds NUL bytes"),
-        ("\0\0\0{", r"line 3 .* \(it holds NUL bytes"),
-        ('{"text": null}', r"line 3 .* \(\"text\" is null\)"),
-        ('{"text": 3}', r"line 3 .* \(\"text\" is a number\)"),
-        ('{"text": ["' + "a" * 999 + '"]}', r"line 3 .* \(\"text\" is a list\)"),
+        ("[" * 200_000 + "]" * 200_000, r"line 3 .* recursion"),
+        ('["text"]', r"line 3 .* \(it is \['text'\]\)"),
+        ('{"body": "a", "url": "b"}', r"line 3 .* \(its fields are \['body', 'url'\]\): .*data\.text_column"),
+        ('{"text": "a\0b"}', r"line 3 .* \(Invalid control character"),
+        ("\0\0\0{", r"line 3 .* \(Expecting value"),
+        ('{"text": 3}', r"line 3 .* \(it is {'text': 3}\)"),
+        ('{"text": ["' + "a" * 999 + '"]}', r"line 3 "),
+        ('{"text": null}', r"line 3: text is null"),
     ],
 )
-def test_a_line_without_text_is_refused_with_its_reason_or_skipped(tmp_path, capfd, line, reason):
+def test_a_line_without_text_is_an_empty_document_that_is_told(tmp_path, capfd, line, reason):
     good = json.dumps({"text": "abcd"})
     (tmp_path / "0.jsonl").write_text("\n".join([good, good, line, good]) + "\n")
-    config = config_for("elsewhere", validation_path=str(tmp_path))
-    with pytest.raises(UserError, match=rf"0\.jsonl, {reason}") as caught:
-        validation_batches(config, BYTE, num_batches=5)
-    assert "\n" not in str(caught.value) and caught.value.exit_status == 2 and len(str(caught.value)) < 1000
-    batches = validation_batches(replace(config, on_bad_shard="skip"), BYTE, num_batches=5)
+    batches = validation_batches(config_for("elsewhere", validation_path=str(tmp_path)), BYTE, num_batches=5)
     assert "".join(BYTE.decode(batch["input_ids"][0]) for batch in batches)[:11] == "abcdabcdabc"
-    assert len(capfd.readouterr().err.splitlines()) == 1
+    [told] = capfd.readouterr().err.splitlines()
+    assert re.search(rf"0\.jsonl, {reason}", told) and len(told) < 1000
 
 
-def test_skipped_documents_are_counted_rather_than_listed(tmp_path, capfd):
+def test_unreadable_documents_are_counted_rather_than_listed(tmp_path, capfd):
     lines = [json.dumps({"text": "abcd" if k % 2 else None}) for k in range(300)]
     (tmp_path / "0.jsonl").write_text("\n".join(lines) + "\n")
-    config = config_for("elsewhere", validation_path=str(tmp_path), on_bad_shard="skip")
+    config = config_for("elsewhere", validation_path=str(tmp_path))
     assert len(validation_batches(config, BYTE, num_batches=500)) == 150
     told = capfd.readouterr().err.splitlines()
-    assert [line for line in told if "line 1 " in line] == told[:1]
-    assert len(told) == 3 and "100 documents so far" in told[2]
+    assert [line for line in told if "line 1:" in line] == told[:1]
+    assert len(told) == 3 and "100 unreadable documents so far" in told[2]
 
 
-def test_a_very_long_number_beside_the_text_is_accepted(tmp_path):
-    (tmp_path / "0.jsonl").write_text('{"n": ' + "1" * 5000 + ', "text": "abcd"}\n{"text": "efgh"}\n')
-    (batch, *_) = validation_batches(config_for("elsewhere", validation_path=str(tmp_path)), BYTE, num_batches=5)
-    assert BYTE.decode(batch["input_ids"][0]) == "abcd"
+def test_a_first_line_without_text_is_refused(tmp_path):
+    (tmp_path / "0.jsonl").write_text('{"txt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match=r"line 1 .*its fields are \['txt'\]\): give data\.text_column"):
+        check_data(config_for(tmp_path, validation_path="elsewhere"))

@@ -13,9 +13,9 @@ from support.data_makers import compressed, write_json_lines
 START = LinePosition(0, 0, 0)
 
 
-def read_all(files, position=START, on_bad_shard="stop"):
+def read_all(files, position=START):
     """Return (lines from `position` on, positions before each line and after the last)."""
-    reader = LineReader(files, position, on_bad_shard=on_bad_shard)
+    reader = LineReader(files, position)
     lines, positions = [], [position]
     while (line := reader.next()) is not None:
         lines.append(line)
@@ -49,34 +49,20 @@ def test_blank_lines_are_left_out_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_skipped_damaged_file_ends_at_the_same_line_from_any_start_position(tmp_path, suffix):
+def test_a_damaged_file_ends_at_the_same_line_from_any_start_position(tmp_path, suffix):
     file = tmp_path / f"0.jsonl{suffix}"
     write_json_lines(file, random_texts(3000, 300))
     file.write_bytes(file.read_bytes()[:-9000])
-    lines, positions = read_all([str(file)], on_bad_shard="skip")
+    lines, positions = read_all([str(file)])
     assert 1000 < len(lines) < 3000
     for k in (1, 100, 500, 777, 1000, len(lines) - 1):
-        assert read_all([str(file)], positions[k], "skip")[0] == lines[k:]
+        assert read_all([str(file)], positions[k])[0] == lines[k:]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_without_its_suffix_is_refused_or_skipped(tmp_path, capfd, suffix):
+def test_a_compressed_file_without_its_suffix_is_refused(tmp_path, suffix):
     file = tmp_path / "0.jsonl"
     file.write_bytes(compressed(b"one\ntwo\n", suffix))
-    (tmp_path / "1.jsonl").write_bytes(b"three\n")
     with pytest.raises(UserError, match=rf"0\.jsonl is compressed: name it .*0\.jsonl\{suffix}") as caught:
         read_all([str(file)])
     assert "\n" not in str(caught.value) and caught.value.exit_status == 2
-    lines, _ = read_all([str(file), str(tmp_path / "1.jsonl")], on_bad_shard="skip")
-    assert [line.content for line in lines] == [b"three\n"]
-    assert len(capfd.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_without_a_byte_is_damaged(tmp_path, suffix):
-    files = [str(tmp_path / f"{number}.jsonl{suffix}") for number in range(2)]
-    write_json_lines(tmp_path / f"1.jsonl{suffix}", ["a"])
-    (tmp_path / f"0.jsonl{suffix}").touch()
-    with pytest.raises(UserError, match=r"0\.jsonl"):
-        read_all(files)
-    assert len(read_all(files, on_bad_shard="skip")[0]) == 1

@@ -18,7 +18,7 @@ DATA = SHARED / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 
 C4 = DataConfig(
-    kind="c4",
+    kind="jsonl",
     path=str(DATA / "c4" / "en"),
     tokenizer=str(DATA / "tokenizers" / "c4_bpe_4096"),
     sequence_length=128,

@@ -96,7 +96,7 @@ def test_c4_validation_files_are_found_in_the_training_folder_or_another(tmp_pat
     write_c4(tmp_path / "data", [["0 3"]])
     write_c4(tmp_path / "data", [["10 9"]], "validation")
     write_c4(tmp_path / "other", [["20 9"]], "validation")
-    config = DataConfig(kind="c4", path=str(tmp_path / "data"), add_bos=False, add_eos=False, sequence_length=8)
+    config = DataConfig(kind="jsonl", path=str(tmp_path / "data"), add_bos=False, add_eos=False, sequence_length=8)
     config = replace(config, batch_size=1)
     for path, first in (("", 10), (str(tmp_path / "other"), 20)):
         (batch,) = validation_batches(replace(config, validation_path=path), CountingTokenizer(), num_batches=3)
@@ -106,8 +106,8 @@ def test_c4_validation_files_are_found_in_the_training_folder_or_another(tmp_pat
 
 def test_text_that_yields_no_token_is_skipped(tmp_path):
     write_c4(tmp_path, [["", "ab", "", "c"]])
-    config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=7, batch_size=1, shuffle_buffer=1)
-    (stream,) = open_streams(config, 1, BYTE)
+    config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", sequence_length=7, batch_size=1)
+    (stream,) = open_streams(replace(config, shuffle_buffer=1), 1, BYTE)
     assert next(stream)["input_ids"].tolist() == [[256, 97, 98, 257, 256, 99, 257]]
 
 

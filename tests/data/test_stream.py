@@ -23,7 +23,7 @@ from support.data_makers import (
     write_counting,
 )
 
-KINDS = ["c4", "jsonl", "parquet", "text"]
+KINDS = ["jsonl", "parquet", "text"]
 
 
 def take(stream, count):
@@ -134,7 +134,7 @@ def test_documents_stand_between_bos_and_eos(tmp_path):
 
 def test_unshuffled_files_are_dealt_to_replicas_in_sorted_order(tmp_path):
     write_c4(tmp_path, [[f"{100 * file + 10 * k} 10" for k in range(3)] for file in range(5)])
-    config, _ = write_counting("c4", tmp_path / "unused", 3)
+    config, _ = write_counting("jsonl", tmp_path / "unused", 3)
     config = replace(config, path=str(tmp_path), shuffle_buffer=1, batch_size=1, sequence_length=1)
     for replica, stream in enumerate(open_streams(config, 2)):
         expected = [100 * file + token for file in range(replica, 5, 2) for token in range(30)]
@@ -142,7 +142,7 @@ def test_unshuffled_files_are_dealt_to_replicas_in_sorted_order(tmp_path):
 
 
 def test_few_unshuffled_files_are_dealt_to_replicas_by_document(tmp_path):
-    config, _ = write_counting("c4", tmp_path / "data", 23, files=3)
+    config, _ = write_counting("jsonl", tmp_path / "data", 23, files=3)
     config = replace(config, shuffle_buffer=1, batch_size=1, sequence_length=1)
     spans = documents(23)
     for replica, stream in enumerate(open_streams(config, 4)):
@@ -185,7 +185,7 @@ def test_text_is_shuffled_whole_and_accepts_the_state_of_another_buffer(tmp_path
 def test_a_state_is_refused_after_a_file_was_renamed(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
     (stream,) = open_streams(config, 1)
-    first = min(file for file in (tmp_path / "data").iterdir() if "train" in file.name or kind != "c4")
+    first = min(file for file in (tmp_path / "data").iterdir() if file.is_file())
     first.rename(first.with_name(first.name.replace("0", "7", 1)))
     (other,) = open_streams(config, 1)
     with pytest.raises(UserError, match="names and sizes"):
@@ -228,7 +228,7 @@ class OtherTokenizer(CountingTokenizer):
 
 
 def test_a_state_of_another_tokenization_is_refused(tmp_path):
-    config, _ = write_counting("c4", tmp_path / "data", 23)
+    config, _ = write_counting("jsonl", tmp_path / "data", 23)
     (stream,) = open_streams(config, 1)
     for field in ("add_bos", "add_eos"):
         (other,) = open_streams(replace(config, **{field: True}), 1)
@@ -258,13 +258,8 @@ def test_a_state_of_another_replica_is_refused(tmp_path):
 def test_validation_is_the_same_at_every_call_and_repeats_nothing(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 20)
     spans = documents(20)
-    target, field = tmp_path / "held", "validation_path"
-    if kind == "c4":
-        write_c4(target, [[f"{first} {count}" for first, count in spans]], "validation")
-        config = replace(config, **{field: str(target)})
-    else:
-        other, _ = write_counting(kind, target, 20)
-        config = replace(config, **{field: other.path})
+    other, _ = write_counting(kind, tmp_path / "held", 20)
+    config = replace(config, validation_path=other.path)
     total = sum(spans[-1])
     batches = validation_batches(config, CountingTokenizer(), num_batches=1000)
     assert_same(batches, validation_batches(config, CountingTokenizer(), num_batches=1000))

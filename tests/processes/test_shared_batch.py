@@ -18,7 +18,7 @@ FIELDS = {
     "num_steps": 6,
     "checkpoint_every": 6,
     "eval_every": 0,
-    "data.kind": "c4",
+    "data.kind": "jsonl",
     "data.path": "c4",  # relative to the working directory of a process
     "data.validation_path": "",
 }

@@ -21,9 +21,7 @@ from noloco_jax.data.open_sources import open_source
 from noloco_jax.data.positions import DataPosition
 from noloco_jax.data.source import SourceOptions
 
-OPTIONS = SourceOptions(
-    "", "data.path", "train", True, exclude="", seed=0, shuffle_buffer=1, on_bad_shard="stop", text_column="text"
-)
+OPTIONS = SourceOptions("", "data.path", "train", True, exclude="", seed=0, shuffle_buffer=1, text_column="text")
 
 
 class CountingTokenizer:
@@ -98,10 +96,7 @@ def write_counting(kind: str, folder: Path, count: int, files: int = 3, first: i
     spans = documents(count, first=first)
     texts = [f"{first} {length}" for first, length in spans]
     shares = [list(range(k * count // files, (k + 1) * count // files)) for k in range(files)]
-    if kind == "c4":
-        write_c4(folder, [[texts[k] for k in share] for share in shares])
-        write_c4(folder, [["5 5"]], "validation")
-    elif kind == "jsonl":
+    if kind == "jsonl":
         for number, (share, suffix) in enumerate(zip(shares, itertools.cycle(["", ".gz", ".zst"]))):
             write_json_lines(folder / f"part {number}.jsonl{suffix}", [texts[k] for k in share])
     elif kind == "text":
@@ -121,7 +116,7 @@ def write_counting(kind: str, folder: Path, count: int, files: int = 3, first: i
     config = DataConfig(
         kind=kind,
         path=str(folder),
-        validation_path="" if kind == "c4" else str(validation),
+        validation_path=str(validation),
         add_bos=False,
         add_eos=False,
         sequence_length=3,
@@ -133,11 +128,16 @@ def write_counting(kind: str, folder: Path, count: int, files: int = 3, first: i
 
 # Of a mixture: kind, documents, weight. The ids of source number k begin at `SOURCE_IDS` * k.
 SOURCE_IDS = 1000
-SOURCES = {"books": ("text", 11, 1.0), "code": ("parquet", 14, 1.5), "own": ("jsonl", 23, 2.5), "web": ("c4", 40, 5.0)}
+SOURCES = {
+    "books": ("text", 11, 1.0),
+    "code": ("parquet", 14, 1.5),
+    "own": ("jsonl", 23, 2.5),
+    "web": ("jsonl", 40, 5.0),
+}
 
 
 def write_mixture(folder: Path) -> tuple[DataConfig, dict[str, int]]:
-    """A mixture of four kinds in which every token is an id of its own: (its config, tokens to train on by group)."""
+    """A mixture of four sources in which every token is an id of its own: (its config, tokens to train on by group)."""
     counts, sources, config = {}, {}, DataConfig()
     for k, (name, (kind, number, weight)) in enumerate(SOURCES.items()):
         config, counts[f"data.mixture.{name}"] = write_counting(kind, folder / name, number, first=SOURCE_IDS * k)

@@ -247,37 +247,17 @@ def test_a_dry_run_reports_the_number_of_verified_files(config, trained, capsys)
     assert f"the checkpoint of step 8 is as it was saved: {number} files, " in capsys.readouterr().out
 
 
-def write_truncated_shard(folder: Path, shard: int) -> tuple[str, list[str]]:
-    """Write C4 data with one truncated shard; return its name, and arguments of a run that reads to its end."""
+def test_an_error_of_one_process_is_named_by_it_and_ends_all(config, tmp_path):
+    """Its file of four holds no document."""
     texts = [f"{number} {line}" for number, line in enumerate(lines_of_words(480))]
-    path = write_c4(folder, [texts[number::4] for number in range(4)])[shard]
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
-    write_c4(folder, [texts[:4]], "validation")
-    fields = {"num_steps": 600, "eval_every": 600, "checkpoint_every": 20, "data.validation_path": ""}
-    fields |= {"data.kind": "c4", "data.path": folder}
-    return path.name, [f"--config.{name}={value}" for name, value in fields.items()]
-
-
-def test_a_truncated_data_file_ends_the_run_and_keeps_its_checkpoints(config, tmp_path):
-    name, arguments = write_truncated_shard(tmp_path / "c4", 2)
-    [(status, output)] = processes.run(config, tmp_path, *arguments)
-    assert status == 2, output
-    *_, last = output.strip().splitlines()
-    assert last.startswith("error: "), output
-    assert name in last
-    assert processes.weights(tmp_path)
-
-
-@pytest.mark.parametrize(("shard", "reader"), [(1, 0), (2, 1)])
-def test_a_truncated_data_file_of_one_process_is_named_by_it_and_ends_all(config, tmp_path, shard, reader):
-    name, arguments = write_truncated_shard(tmp_path / "c4", shard)
-    run = processes.start(config, tmp_path, *arguments, number=2)
-    assert processes.wait_until(processes.reached(tmp_path, 20), run)
+    path = write_c4(tmp_path / "c4", [texts[number::4] for number in range(4)])[2]
+    path.write_bytes(b"")
+    fields = {"data.validation_path": "", "data.kind": "jsonl", "data.path": tmp_path / "c4"}
+    run = processes.start(config, tmp_path, *(f"--config.{name}={value}" for name, value in fields.items()), number=2)
     results = processes.finish(run)
-    assert (results[reader][0], results[1 - reader][0]) == (2, 1), processes.report(results)
-    [line] = error_lines(results[reader][1])
-    assert name in line and f"process {reader} on" in line
-    assert processes.weights(tmp_path)
+    assert (results[1][0], results[0][0]) == (2, 1), processes.report(results)
+    [line] = error_lines(results[1][1])
+    assert "replica 2 of 4 gets no document" in line and "process 1 on" in line
 
 
 def test_a_dry_run_with_a_wandb_project_requires_the_package(config, tmp_path, monkeypatch):
