@@ -6,14 +6,13 @@ import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from noloco_jax.config.checks import validate
+from noloco_jax.config.checks import checked, validate
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import Entries, FieldInfo, field_at, fields_of, leaf_fields, shown
 from noloco_jax.errors import UserError, described
@@ -34,7 +33,7 @@ def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
 
 
 def unchecked(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
-    """Build the configuration with types checked alone, for a caller that changes a field and then calls `validate`."""
+    """Build the configuration with each field checked by itself; the caller changes some, and calls `validate`."""
     return _build(TrainConfig, _resolved(values) if isinstance(values, ConfigDict) else values, "")
 
 
@@ -58,7 +57,7 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
         field = fields[name]
         if value is None and field.default is dataclasses.MISSING:
             continue
-        build = _entries if field.by_name else _group if field.is_group else _typed
+        build = _entries if field.by_name else _group if field.is_group else checked
         built[name] = build(path, field, value)
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in built:
@@ -86,18 +85,6 @@ def _entries(path: str, field: FieldInfo, values: Any) -> Entries[Any]:
             )
     given = {name: values[name] for name in sorted(values) if values[name] is not None}
     return Entries({name: _build(field.type, value, f"{path}.{name}.") for name, value in given.items()})
-
-
-def _typed(path: str, field: FieldInfo, value: Any) -> Any:
-    """Convert `value` to the field's type: an int becomes a float where one is due; anything else must match."""
-    if value is None and field.optional:
-        return None
-    if field.type is float and type(value) is int and abs(value) <= sys.float_info.max:
-        return float(value)
-    if type(value) is not field.type:
-        kind = type(value).__name__
-        raise UserError(f"config field {path}: expected {field.type_name}, got {shown(value)} ({kind})")
-    return value
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 from typing import Any
 
 from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
@@ -19,7 +20,7 @@ def validate(config: TrainConfig) -> None:
     for path, value in flatten(dataclasses.asdict(config)).items():
         field = field_at(TrainConfig, path)
         if value is not None and field is not None:
-            check_field(path, field, value)
+            checked(path, field, value)
     _check_model(config.model)
     _check_data(config.data)
     _check_run(config)
@@ -29,16 +30,23 @@ def validate(config: TrainConfig) -> None:
     _check_mesh(config)
 
 
-def check_field(path: str, field: FieldInfo, value: Any) -> None:
-    """Raise `UserError` for a value that the field at `path` does not take, whatever the others are."""
+def checked(path: str, field: FieldInfo, value: Any) -> Any:
+    """Return a value of the field at `path`, an int as a float where one is due.
+
+    Raises `UserError` for one of another type or outside the field's range, whatever the other fields are.
+    """
+    if value is None and field.optional:
+        return None
+    if field.type is float and type(value) is int and abs(value) <= sys.float_info.max:
+        value = float(value)
+    limit = ""
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{path}={value} is not a finite number: give one")
-    if type(value) is int and field.allowed.below is None and value > LARGEST_INT:
-        raise UserError(f"{path}={shown(value)} is more than {LARGEST_INT}, up to which programs count: lower it")
-    if value in field.allowed:
-        return
-    one_of = "one of " if field.allowed.choices else ""
-    raise UserError(f"{path}={shown(value)} is not allowed: give {one_of}{field.values}")
+        limit = " and finite"
+    elif type(value) is int and field.allowed.below is None and value > LARGEST_INT:
+        limit = f", up to {LARGEST_INT}"
+    if limit or type(value) is not field.type or value not in field.allowed:
+        raise UserError(f"{path}={shown(value)} is not allowed: give {field.given}{limit}")
+    return value
 
 
 def _need_multiple(of_path: str, of: int, by_path: str, by: int) -> None:
@@ -78,15 +86,6 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_data(data: DataConfig) -> None:
-    for group, one in {
-        "data": data,
-        **{f"data.mixture.{name}": source for name, source in data.mixture.items()},
-    }.items():
-        if one.kind == "text" and one.text_column != DataConfig.text_column:
-            raise UserError(
-                f"{group}.text_column={shown(one.text_column)} and {group}.kind='text', whose files have no columns: "
-                "leave it out, or give another kind"
-            )
     if data.kind != "mixture":
         if data.mixture:
             raise UserError(

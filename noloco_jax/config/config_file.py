@@ -29,13 +29,10 @@ def read_config_file(file: str) -> ConfigDict:
         tell(f"{path} is not in this folder: using {bundled}")
         path = str(bundled)
     if not Path(path).is_file():
-        others = [
-            str(other) for pattern in ("*.py", "*.json") for other in Path(path).parent.glob(pattern) if other.is_file()
-        ]
-        if Path(path).parent == Path("configs"):
-            others += [f"configs/{other.name}" for other in _bundled_folder().glob("*.py")]
-        named = f"configs/{path.removesuffix('.py')}.py"
-        near = [named] if Path(named).is_file() or _bundled(named) else difflib.get_close_matches(path, others, n=1)
+        others = [str(file) for file in Path(path).parent.glob("*.py")]
+        others += [f"configs/{name}.py" for name in bundled_names()]
+        named = f"configs/{Path(path).stem}.py"
+        near = [named] if named in others else difflib.get_close_matches(path, others, n=1)
         raise UserError(
             f"config file {path} does not exist: {f'did you mean {near[0]}?' if near else 'check --config'}"
         )
@@ -45,11 +42,11 @@ def read_config_file(file: str) -> ConfigDict:
             values = values.as_configdict()
         elif isinstance(values, dict):
             values = ConfigDict(values)
-    except (UserError, KeyboardInterrupt):
+    except UserError:
         raise
     except (AttributeError, KeyError) as error:
         raise UserError(f"config file {path}{_where(path, error)}: {_unknown_name(error)}") from error
-    except BaseException as error:  # a file's sys.exit() is its error too
+    except Exception as error:
         raise UserError(f"config file {path}{_where(path, error)}: {described(error)}") from error
     if not isinstance(values, ConfigDict):
         raise UserError(f"config file {path}: it gives a {type(values).__name__}, not a ConfigDict of fields")

@@ -7,24 +7,21 @@ than the file's leaves out what the file sets of these, as it was chosen for the
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
 from noloco_jax.config.build import find_field, from_dict, known_fields, to_dict
-from noloco_jax.config.changes import on_resume
-from noloco_jax.config.checks import check_field
+from noloco_jax.config.checks import checked
 from noloco_jax.config.config_file import bundled_names, read_config_file
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import FieldInfo, shown
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHOD_FIELDS, defaults_of
+from noloco_jax.methods import METHOD_FIELDS
 
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
@@ -88,9 +85,8 @@ def _parse_override(argument: str) -> tuple[str, Any]:
         value = _BOOLS[str(text).lower()] if field.type is bool else field.type(str(text))
     except (KeyError, ValueError):
         given = argument if argument.isprintable() and len(argument) < 200 else shown(argument)
-        raise UserError(f"{given}: expected {'true or false' if field.type is bool else field.type_name}") from None
-    check_field(path, field, value)  # before other fields are computed from it
-    return path, value
+        raise UserError(f"{given} is not allowed: give {field.given}") from None
+    return path, checked(path, field, value)  # before other fields are computed from it
 
 
 def _split_override(argument: str) -> tuple[str, FieldInfo, str | None] | None:
@@ -155,7 +151,7 @@ def parse_args(
     Raises `UserError` for anything that is wrong in them.
     """
     parser = make_parser(description, prog)
-    parser.epilog = _fields_help()
+    parser.epilog = "config fields: configs/FIELDS.md, which `python -m noloco_jax.config.reference` prints"
     parser.add_argument(
         "--config",
         required=True,
@@ -186,25 +182,3 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             argument = f"--config.{path}={value}"
         overrides.append(argument)
     return overrides, rest
-
-
-def _fields_help() -> str:
-    """Every field with its type, the values that it takes, its default, whether it must match, and its meaning."""
-    lines = [
-        "config fields, each set by --config.FIELD=VALUE, and their defaults where the file gives no value",
-        "(as tables: configs/FIELDS.md in the repository):",
-    ]
-    for path, field in known_fields().items():
-        default = "" if field.default is dataclasses.MISSING else f" (default {_default_of(path, field)})"
-        resume = ", must match on resume" if on_resume(path) == "must match" else ""
-        lines.append(f"  {path}  {field.values}{default}{resume}")
-        lines.append(textwrap.indent(textwrap.fill(field.meaning, 100), " " * 6))
-    return "\n".join(lines)
-
-
-def _default_of(path: str, field: FieldInfo) -> str:
-    """Return a field's default, or that of each method where these disagree."""
-    values = defaults_of(path.removeprefix("outer.")) if path.startswith("outer.") else {}
-    if len(set(values.values())) <= 1:
-        return repr(next(iter(values.values()), field.default))
-    return ", ".join(f"{value!r} with {method}" for method, value in values.items())

@@ -45,7 +45,7 @@ def _row(path: str, info: FieldInfo) -> list[str]:
     if path.startswith("outer.") and path.removeprefix("outer.") in METHOD_FIELDS:
         default, info = "by method", dataclasses.replace(info, optional=False)
     mark = "\\*" if on_resume(path) == "must match" else ""
-    return [f"`{path.rpartition('.')[2]}`{mark}", default, info.values, info.meaning]
+    return [f"`{path.rpartition('.')[2]}`{mark}", default, info.values.removeprefix("a "), info.meaning]
 
 
 def _methods() -> str:

@@ -44,10 +44,13 @@ class Allowed:
         )
 
     def __str__(self) -> str:
-        bounds = {">=": self.minimum, ">": self.above, "<": self.below}
-        parts = [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
-        text = " and ".join(parts + ["not empty"] * self.nonempty)
+        bounds = {"of at least": self.minimum, "above": self.above, "below": self.below}
+        text = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+        text += ", not empty" * self.nonempty
         return text if self.besides is None else f"{text}, or {self.besides}"
+
+
+_TYPES = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,17 @@ class FieldInfo:
         return dataclasses.is_dataclass(self.type)
 
     @property
-    def type_name(self) -> str:
-        """Name for messages, such as "float" or "float or None"."""
-        return self.type.__name__ + (" or None" if self.optional else "")
+    def given(self) -> str:
+        """Its values as they follow "give"."""
+        return f"{'one of ' * bool(self.allowed.choices)}{self.values}"
 
     @property
     def values(self) -> str:
-        """Its choices, or its type and range, such as "int >= 1"."""
-        given = (
-            ", ".join(word or "''" for word in self.allowed.choices) or f"{self.type.__name__} {self.allowed}".strip()
-        )
-        return given + (" or None" if self.optional and not self.allowed.choices else "")
+        """Its choices, or its type and range in words, such as "a whole number of at least 1"."""
+        if self.allowed.choices:
+            return ", ".join(word or "''" for word in self.allowed.choices)
+        text = f"{_TYPES[self.type]} {self.allowed}".replace(" ,", ",").strip()
+        return text + (" or None" if self.optional else "")
 
 
 class Entries(dict[str, T]):
@@ -100,11 +103,7 @@ NO_ENTRIES: Entries[Any] = Entries()
 
 def shown(value: Any) -> str:
     """Return the `repr` in one line, shortened for a message."""
-    try:
-        text = " ".join(repr(value).split())
-    except Exception as error:  # the value's own __repr__ may raise; Python prints no integer of more than 4300 digits
-        is_number = isinstance(value, int) and isinstance(error, ValueError)
-        text = "a number of thousands of digits" if is_number else "a value that cannot be printed"
+    text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 

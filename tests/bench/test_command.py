@@ -27,7 +27,7 @@ def sigterm():
     [
         (["--vary=num_replicas"], "--vary=num_replicas is not of the form FIELD=VALUE,VALUE"),
         (["--vary=num_replica=2"], "unknown config field 'num_replica': did you mean 'num_replicas'?"),
-        (["--vary=num_replicas=2,x"], "--config.num_replicas=x: expected int"),
+        (["--vary=num_replicas=2,x"], "--config.num_replicas=x is not allowed: give a whole number"),
         (["--vary=num_replicas=2", "--vary=num_replicas=4"], "--vary have num_replicas twice"),
         (["--steps=0"], "--steps=0 is no number of steps"),
         (["--data_seconds=-1"], "--data_seconds=-1 is no time"),

@@ -95,7 +95,7 @@ def test_a_rope_scaling_of_nones_is_none():
 def test_an_unchecked_configuration_has_only_its_types_checked():
     config = unchecked({"num_replicas": 1, "outer": {"lr": 1}})
     assert (config.method, config.num_replicas, type(config.outer.lr)) == ("noloco", 1, float)
-    with pytest.raises(UserError, match="expected int"):
+    with pytest.raises(UserError, match="give a whole number"):
         unchecked({"num_replicas": "1"})
 
 
@@ -120,11 +120,11 @@ def test_errors_in_a_mixture_source_name_the_source():
         [
             (
                 mixture("web", source=SOURCE | {"kind": "c5"}),
-                ["data.mixture.web.kind='c5'", "give one of jsonl, parquet"],
+                ["data.mixture.web.kind='c5'", "give one of jsonl"],
             ),
             (mixture("web", source=SOURCE | {"kind": "mixture"}), ["data.mixture.web.kind='mixture'"]),
-            (mixture("web", source=SOURCE | {"weight": -1}), ["data.mixture.web.weight=-1.0", "give float > 0"]),
-            (mixture("web", source=SOURCE | {"weight": "1"}), ["data.mixture.web.weight: expected float, got '1'"]),
+            (mixture("web", source=SOURCE | {"weight": -1}), ["data.mixture.web.weight=-1.0", "give a number above 0"]),
+            (mixture("web", source=SOURCE | {"weight": "1"}), ["data.mixture.web.weight='1' is not allowed"]),
             (
                 mixture("web", source=SOURCE | {"wieght": 1}),
                 ["data.mixture.web.wieght", "did you mean 'data.mixture.web.weight'"],
@@ -153,13 +153,16 @@ def test_a_mixture_is_hashable_and_survives_pickle_and_json():
 def test_a_value_of_another_type_is_refused_by_field():
     assert_each_is_refused(
         [
-            ({"num_steps": 1.5}, ["num_steps: expected int, got 1.5 (float)"]),
-            ({"num_steps": True}, ["num_steps: expected int, got True (bool)"]),
-            ({"inner": {"lr": True}}, ["inner.lr: expected float, got True (bool)"]),
-            ({"num_steps": None}, ["num_steps: expected int, got None"]),
-            ({"data": {"path": 3}}, ["data.path: expected str, got 3 (int)"]),
-            ({"outer": {"nesterov": 1}}, ["outer.nesterov: expected bool"]),
-            ({"outer": {"consensus": "a"}}, ["outer.consensus: expected float or None"]),
+            ({"num_steps": 1.5}, ["num_steps=1.5 is not allowed: give a whole number"]),
+            ({"num_steps": True}, ["num_steps=True"]),
+            ({"inner": {"lr": True}}, ["inner.lr=True is not allowed: give a number"]),
+            ({"num_steps": None}, ["num_steps=None"]),
+            ({"data": {"path": 3}}, ["data.path=3 is not allowed: give text"]),
+            ({"outer": {"nesterov": 1}}, ["outer.nesterov=1 is not allowed: give True or False"]),
+            (
+                {"outer": {"consensus": "a"}},
+                ["outer.consensus='a' is not allowed: give a number of at least 0 or None"],
+            ),
             ({"outer": 3}, ["outer: expected a group of fields, got 3"]),
             ({"outer": None}, ["outer: expected a group of fields"]),
             ({"model": {"rope_scaling": {"factor": 8.0}}}, ["model.rope_scaling.low_freq_factor is missing"]),
@@ -206,11 +209,6 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"data": {"kind": "mixture"}}, ["data.kind='mixture'", "names no source", "data.mixture.NAME.kind"]),
             (mixture("web", path="a"), ["data.path='a'", "--config.data.mixture.web.path"]),
             (mixture("web", validation_path="a"), ["data.validation_path='a'", "--config.data.mixture.web."]),
-            ({"data": {"kind": "text", "text_column": "a"}}, ["data.text_column='a'", "data.kind='text'", "columns"]),
-            (
-                mixture("web", source={"kind": "text", "weight": 1.0, "text_column": "a"}),
-                ["data.mixture.web.text_column='a'", "data.mixture.web.kind='text'"],
-            ),
             (
                 mixture("web", text_column="a"),
                 ["--config.data.mixture.web.text_column", "--config.data.text_column=text "],
@@ -245,12 +243,13 @@ def test_refusals_say_which_values_are_allowed():
         [
             (nested("method", "nolocco"), ["method='nolocco' is not allowed: give one of noloco, diloco"]),
             (nested("elastic", "zzz"), ["give one of '', merge, keep, copy"]),
-            (nested("num_steps", 0), ["num_steps=0 is not allowed: give int >= 1"]),
-            (nested("inner.lr", 0.0), ["give float > 0"]),
-            (nested("inner.b1", 1.0), ["give float >= 0 and < 1"]),
-            (nested("mesh.fsdp", 0), ["give int >= 1, or -1"]),
-            (nested("data.tokenizer", ""), ["data.tokenizer='' is not allowed: give str not empty"]),
-            (nested("inner.lr", float("inf")), ["inner.lr=inf is not a finite number"]),
+            (nested("num_steps", 0), ["num_steps=0 is not allowed: give a whole number of at least 1"]),
+            (nested("inner.lr", 0.0), ["give a number above 0"]),
+            (nested("inner.b1", 1.0), ["give a number of at least 0 and below 1"]),
+            (nested("mesh.fsdp", 0), ["give a whole number of at least 1, or -1"]),
+            (nested("data.tokenizer", ""), ["data.tokenizer='' is not allowed: give text, not empty"]),
+            (nested("inner.lr", float("inf")), ["inner.lr=inf is not allowed", "finite"]),
+            (nested("num_steps", 2**31), ["num_steps=2147483648 is not allowed", "up to 2147483647"]),
         ]
     )
 

