@@ -3,14 +3,12 @@
 import contextlib
 import importlib
 import os
-import re
 import select
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 INTERRUPTED = 130  # the status that shells give after Ctrl-C
 _DEVICE_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")  # known by name: jax need not be imported
@@ -128,31 +126,12 @@ def run_command(module: str) -> None:
         try:
             return importlib.import_module(module).main()
         except ModuleNotFoundError as error:
-            missing = _missing_requirements()
-            if not missing or (error.name or "").startswith("noloco_jax"):
+            if (error.name or "noloco_jax").startswith("noloco_jax"):
                 raise  # a fault of the code, not of the installation
-            packages = " ".join(f"'{requirement}'" for requirement in missing)
-            raise UserError(f"this needs {error.name}, which is not installed: pip install {packages}") from None
+            packages = "pip install noloco-jax, or in a clone pip install -e ."
+            raise UserError(f"this needs {error.name}, which is not installed: {packages}") from None
 
     main_with_errors(import_and_run)
-
-
-def _missing_requirements() -> list[str]:
-    """Return the requirements of noloco_jax that are not installed, without its extras, as pip takes them."""
-    import importlib.metadata as metadata  # here, as only a failed command needs it
-
-    def is_missing(requirement: str) -> bool:
-        try:
-            metadata.distribution(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
-        except metadata.PackageNotFoundError:
-            return True
-        return False
-
-    try:
-        requirements = metadata.requires("noloco-jax") or []
-    except metadata.PackageNotFoundError:  # run from a clone that was never installed
-        return [str(Path(__file__).parents[1])]
-    return [requirement for requirement in requirements if "extra ==" not in requirement and is_missing(requirement)]
 
 
 def tell(line: str) -> None:

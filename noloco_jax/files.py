@@ -41,14 +41,6 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"{folder} cannot be written: {existing} is not yours to write; give another folder")
 
 
-def check_file(path: Path) -> None:
-    """Raise `UserError` where something is in the place of a file that is to be written, or it is read-only."""
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is in the way of a file of that name: move it aside, or give another folder")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise UserError(f"{path} is not yours to write: make it writable, or give another folder")
-
-
 def check_name(workdir: Path) -> None:
     """Raise `UserError` for a path with characters that Orbax takes for a pattern: nothing could read what it saves."""
     path = str(workdir.absolute())

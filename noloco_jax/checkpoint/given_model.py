@@ -113,7 +113,7 @@ def _of_run(args: argparse.Namespace, workdir: Path) -> GivenModel:
         check_vocabulary(tokenizer, run.model.vocab_size)
 
     def load() -> tuple[str, Params]:
-        _, params, of = load_for_export(workdir, args.replica, tokenizer)
+        params, of = load_for_export(workdir, args.replica, tokenizer)
         return f"{args.workdir}, {of}", params
 
     return GivenModel(

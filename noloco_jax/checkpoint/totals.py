@@ -1,4 +1,4 @@
-"""Totals of a run since its first start, which its checkpoints save and a resume continues; its clock and its speed."""
+"""Totals of a run since its first start, which its checkpoints save and a resume continues, and its speed."""
 
 import collections
 import time
@@ -35,16 +35,6 @@ class Totals:
     def plus(self, **values: int | float) -> "Totals":
         """Return the totals with the given values added."""
         return replace(self, **{name: getattr(self, name) + value for name, value in values.items()})
-
-
-class Clock:
-    """Clock of a run: the seconds before its current start plus those since."""
-
-    def __init__(self, before: float, clock: Callable[[], float] = time.perf_counter):
-        self._clock, self._start = clock, clock() - before
-
-    def seconds(self) -> float:
-        return self._clock() - self._start
 
 
 class Throughput:

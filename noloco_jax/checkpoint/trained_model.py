@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,23 +20,9 @@ from noloco_jax.model.kind import num_params
 PyTree = Any
 
 
-class TrainedModel(NamedTuple):
-    """One model of a run.
-
-    Attributes:
-      config: the run's configuration.
-      params: parameters without a replica axis, as numpy arrays, to be put on devices by the caller.
-      of: which model of the run it is, for people: "the mean of 4 replicas", "replica 2". An island's run has one.
-    """
-
-    config: TrainConfig
-    params: PyTree
-    of: str
-
-
 def load_for_export(
     workdir: str | Path, replica: int | None = None, tokenizer: Tokenizer | None = None
-) -> TrainedModel:
+) -> tuple[PyTree, str]:
     """Load one model of a run's newest checkpoint; the run may be training.
 
     One array of all replicas is read at a time, which Orbax may hold twice while it decodes it.
@@ -46,11 +32,14 @@ def load_for_export(
       replica: number of the replica; None: the merged model, the plain mean of all.
       tokenizer: the tokenizer to use with the model, which must be the run's; None: unchecked.
 
+    Returns:
+      The parameters without a replica axis, as numpy arrays, and which model of the run it is, for people: "the mean of
+      4 replicas", "replica 2".
+
     Raises:
       UserError: if there is no checkpoint, or no such replica, or the tokenizer differs.
     """
-    config = load_saved(workdir)
-    checkpointer = Checkpointer(workdir, config, read_only=True)
+    checkpointer = Checkpointer(workdir, load_saved(workdir), read_only=True)
 
     def read(saved: Saved | None) -> tuple[PyTree, int]:
         if saved is None:
@@ -70,7 +59,7 @@ def load_for_export(
     params, num_replicas = checkpointer.read_newest(read)
     checkpointer.close()
     of = f"the mean of {num_replicas} replicas" if num_replicas > 1 else "its only replica"
-    return TrainedModel(config, jax.tree.map(lambda x: x[0], params), of if replica is None else f"replica {replica}")
+    return jax.tree.map(lambda x: x[0], params), of if replica is None else f"replica {replica}"
 
 
 def tokenizer_of(data: DataConfig, workdir: Path | None, given: str | None = None) -> Tokenizer | None:

@@ -55,15 +55,6 @@ def workdir_locked(workdir: Path, processes: Processes, *, force: bool) -> Itera
         yield
 
 
-def holder_of(workdir: Path) -> Holder | None:
-    """Return the trainer that holds the lock of `workdir`, or that may hold it on another machine."""
-    with contextlib.suppress(OSError), (workdir / LOCK_FILE).open("r+b") as file:
-        is_free = try_lock(file.fileno()) is True
-        holder = _parse(file.read())
-        return None if holder is None or (is_free and holder.is_here) else holder
-    return None
-
-
 class WorkdirLock:
     """Lock of a folder as a context, by `LOCK_FILE`: a file that names the holder and is deleted at the end.
 

@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = tokenizer_of(saved.data, args.workdir, args.tokenizer)
     if tokenizer is not None:
         check_vocabulary(tokenizer, saved.model.vocab_size)
-    config, params, of = load_for_export(args.workdir, args.replica, tokenizer)
+    params, of = load_for_export(args.workdir, args.replica, tokenizer)
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
         folder = args.out or Path(root, "model")
-        written, *notes = write_model_folder(folder, params, config, tokenizer, of)
+        written, *notes = write_model_folder(folder, params, saved, tokenizer, of)
         if args.out is not None:  # it stays, whatever becomes of the push
             print(written)
         if args.push is not None:

@@ -43,28 +43,25 @@ class _StandardOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if not self._is_lost:
-            try:
-                return self._stream.write(text)
-            except OSError as error:
-                self._give_up(error)
+        self._attempt("write", text)
         return len(text)
 
     def flush(self) -> None:
-        if not self._is_lost:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._give_up(error)
+        self._attempt("flush")
 
     def isatty(self) -> bool:
         return not self._is_lost and self._stream.isatty()
 
-    def _give_up(self, error: OSError) -> None:
-        self._is_lost = True
-        with contextlib.suppress(OSError):  # the buffered text would otherwise fail again at interpreter exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-        tell(f"warning: standard output cannot be written ({error.strerror}): the command continues without it")
+    def _attempt(self, action: str, *arguments: str) -> None:
+        if self._is_lost:
+            return
+        try:
+            getattr(self._stream, action)(*arguments)
+        except OSError as error:
+            self._is_lost = True
+            with contextlib.suppress(OSError):  # the buffered text would otherwise fail again at interpreter exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            tell(f"warning: standard output cannot be written ({error.strerror}): the command continues without it")
 
 
 def banner(rows: Sequence[tuple[str, object]], console: Console | None = None) -> None:

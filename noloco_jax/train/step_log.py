@@ -1,12 +1,13 @@
 """Log of inner and outer steps: metrics lines, the console's progress, warnings, and the run's totals."""
 
+import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from noloco_jax.checkpoint.totals import Clock, Throughput, Totals, wall_clock
+from noloco_jax.checkpoint.totals import Throughput, Totals, wall_clock
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.divergence import Rise
 from noloco_jax.metrics.flops import mfu, model_flops_per_token
@@ -41,14 +42,14 @@ class StepLog:
         self._unlogged = _unlogged(run, state)
         self._sent: int | float | None = None  # of exchanges that were never logged, as `Sync.bytes_sent` says
         self._rise = Rise()
-        self._totals, self._clock = run.totals, Clock(run.totals.seconds)
+        self._totals, self._start = run.totals, time.perf_counter() - run.totals.seconds
         self._previous: _Step | None = None
 
     @property
     def totals(self) -> Totals:
         """Return the run's totals including the last dispatched step, with the seconds up to now."""
         unlogged = 0 if self._unlogged is None else self._unlogged.count
-        return replace(self._totals, seconds=self._clock.seconds(), unlogged_outer_steps=unlogged)
+        return replace(self._totals, seconds=time.perf_counter() - self._start, unlogged_outer_steps=unlogged)
 
     def remember(
         self,
@@ -104,7 +105,7 @@ class StepLog:
                 values["mfu"] = mfu(speed, self._flops_per_token, run.peak_flops_per_second)
             more = {"loss_replicas": losses} if config.log_replicas else {}
             more |= self._figures_of(step)
-            more |= replace(totals, seconds=self._clock.seconds()).figures
+            more |= replace(totals, seconds=time.perf_counter() - self._start).figures
             run.metrics.write(step, "train", **values, **more, time=wall_clock())
         if not np.isfinite(loss) and step == stride:
             raise UserError(

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 from rich.console import Console
 
 from noloco_jax import draws
-from noloco_jax.checkpoint.record import HISTORY_FILE, write_start
+from noloco_jax.checkpoint.record import write_start
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.host import find_devices, use_cpu_cores, use_gpu_memory
@@ -20,15 +19,15 @@ from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.start import joined
 from noloco_jax.cluster.stop import Stop
-from noloco_jax.cluster.workdir_lock import holder_of, workdir_locked
-from noloco_jax.config import CONFIG_FILE, TrainConfig, to_dict
-from noloco_jax.files import check_file, check_writable, full_disk_told
+from noloco_jax.cluster.workdir_lock import workdir_locked
+from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.files import check_writable, full_disk_told
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
 from noloco_jax.metrics.memory import check_memory, compiled_peak, program_memory
 from noloco_jax.metrics.peaks import peak_of
-from noloco_jax.metrics.writer import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb
+from noloco_jax.metrics.writer import MetricWriter, check_wandb
 from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
@@ -102,7 +101,7 @@ def train(
     messages = mode.prepare(config, programs)
     check_memory(config, programs)
     with (
-        _locked(workdir, processes, console, dry_run, force_unlock),
+        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, force=force_unlock),
         Stop(processes) as stop,
         Checkpointer(workdir, run_config, processes, from_step=from_step, read_only=dry_run) as checkpoints,
         contextlib.closing(mode),
@@ -196,25 +195,10 @@ def _console_of_first_process() -> Console:
 
 def _check_folders(workdir: Path, wandb_project: str | None) -> None:
     """Raise `UserError` for what could not be written later."""
-    for folder in (workdir, workdir / "checkpoints", workdir / TENSORBOARD_FOLDER):
+    for folder in (workdir, workdir / "checkpoints"):
         check_writable(folder)
-    for name in (CONFIG_FILE, HISTORY_FILE, METRICS_FILE):
-        check_file(workdir / name)
     if wandb_project:
         check_wandb()
-
-
-def _locked(
-    workdir: Path, processes: Processes, console: Console, dry_run: bool, force: bool
-) -> AbstractContextManager[None]:
-    """Return the lock of the workdir; a dry run only tells who has it."""
-    if not dry_run:
-        return workdir_locked(workdir, processes, force=force)
-    if (holder := holder_of(workdir)) is not None:
-        console.print(
-            f"{workdir} is locked by {holder}: wait for its end, or give --force_unlock once you know that it has ended"
-        )
-    return contextlib.nullcontext()
 
 
 def _begins_again(console: Console, stop: Stop) -> int:

@@ -78,7 +78,7 @@ def test_a_chosen_replica_is_exported_bit_for_bit(run, tmp_path):
 
 @pytest.mark.parametrize("replica", [None, 1])
 def test_a_loaded_model_keeps_no_other_replica_in_memory(run, replica):
-    for leaf in jax.tree.leaves(load_for_export(run[0], replica).params):
+    for leaf in jax.tree.leaves(load_for_export(run[0], replica)[0]):
         assert (leaf if leaf.base is None else leaf.base).nbytes == leaf.nbytes
 
 
@@ -120,7 +120,7 @@ def prune_at_first_read(run, folder, monkeypatch, part: str) -> list[dict]:
 @pytest.mark.parametrize("part", ["", "state"], ids=["gone", "half gone"])
 def test_a_checkpoint_pruned_while_it_is_read_gives_way_to_the_newer(run, tmp_path, monkeypatch, part):
     replicas = prune_at_first_read(run, tmp_path / "run", monkeypatch, part)
-    jax.tree.map(np.testing.assert_array_equal, load_for_export(tmp_path / "run", 1).params, replicas[1])
+    jax.tree.map(np.testing.assert_array_equal, load_for_export(tmp_path / "run", 1)[0], replicas[1])
 
 
 def test_a_vanished_checkpoint_is_a_transient_error_and_not_damage(run, tmp_path):

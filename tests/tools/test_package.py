@@ -18,18 +18,12 @@ from support.paths import CONFIGS, ROOT, TOOLS
 
 # Makes imports of some packages fail as if they were not installed.
 WITHOUT = """
-import importlib.abc, importlib.metadata, sys
+import importlib.abc, sys
 class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Blocked())
-found = importlib.metadata.distribution
-def distribution(name):
-    if name.partition("-")[0] in {blocked}:
-        raise importlib.metadata.PackageNotFoundError(name)
-    return found(name)
-importlib.metadata.distribution = distribution
 """
 BEYOND_THE_TRANSFORM = ("flax", "orbax", "grain", "transformers", "pyarrow", "ml_collections", "cryptography", "rich")
 
@@ -125,12 +119,11 @@ def test_a_step_of_the_transform_needs_jax_and_optax_only():
 
 
 @pytest.mark.parametrize("tool", ["train", "generate"])
-def test_a_command_without_its_packages_names_them_and_ends_with_2(tool):
+def test_a_command_without_its_packages_names_one_and_ends_with_2(tool):
     program = f"import runpy; sys.argv[1:] = ['--help']; runpy.run_module('noloco_jax.{tool}', run_name='__main__')"
     done = run_without(("flax", "ml_collections", "ml"), program)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith("error: this needs ") and "'ml-collections" in done.stderr
-    assert "'flax" in done.stderr and "pip install" in done.stderr and "jax<" not in done.stderr
+    assert done.stderr.startswith("error: this needs ml_collections, which is not installed: pip install noloco-jax")
 
 
 def test_the_list_of_commands_is_complete_begins_with_training_and_imports_nothing_heavy():

@@ -113,7 +113,7 @@ def test_from_step_resumes_from_an_earlier_checkpoint_and_reports_changed_settin
     assert evaluated == [12]  # only at the end
 
 
-@pytest.mark.parametrize("name", ["", "checkpoints", "tensorboard"])
+@pytest.mark.parametrize("name", ["", "checkpoints"])
 def test_a_file_in_the_place_of_a_folder_is_refused(config, tmp_path, name):
     workdir = tmp_path / "workdir"
     if name:
@@ -121,18 +121,6 @@ def test_a_file_in_the_place_of_a_folder_is_refused(config, tmp_path, name):
     (workdir / name).write_text("")
     for dry_run in (True, False):
         assert f"{workdir / name} is in the way" in refusal(config, workdir, dry_run=dry_run)
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "config.history.jsonl"])
-def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_compiled(
-    config, trained, tmp_path, no_compiling, name
-):
-    shutil.copytree(trained, tmp_path / "run")
-    (tmp_path / "run" / name).unlink()
-    (tmp_path / "run" / name).mkdir()
-    for dry_run in (True, False):
-        line = refusal(config, tmp_path / "run", "--config.num_steps=24", dry_run=dry_run)
-        assert f"{tmp_path / 'run' / name} is in the way" in line
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
