@@ -84,13 +84,6 @@ def _define_train_flags(parser: argparse.ArgumentParser) -> None:
         "while the fastest takes all, and messages weigh accordingly; the same on all islands (default: steps)",
     )
     parser.add_argument(
-        "--catch_up",
-        choices=("weights", "whole"),
-        default="weights",
-        help="an island that was away continues from another's weights in 8 bits, with fresh moments and a rate that "
-        "rises, or from its whole state, which is twelve times as large or more (default: weights)",
-    )
-    parser.add_argument(
         "--linger",
         type=float,
         default=600.0,

@@ -28,7 +28,7 @@ SILENT_DONOR_SECONDS = 20.0  # without a frame: it is left for another one
 GIVE_SECONDS = 600.0  # for a donor's training to give a copy, between two of its inner steps
 RETRY_SECONDS = 2.0
 ASKED_AT_ONCE = 16
-CATCH_UP, WHOLE = pb.WeightsRequest.CATCH_UP, pb.WeightsRequest.WHOLE
+CATCH_UP = pb.WeightsRequest.CATCH_UP
 
 
 class CaughtUp(NamedTuple):
@@ -37,14 +37,12 @@ class CaughtUp(NamedTuple):
     Attributes:
       round: the last round that it has ended.
       step: its inner steps.
-      leaves: numbers of the state's arrays -> arrays.
-      whole: True if these are all of them; otherwise weights, and what travels with them.
+      leaves: numbers of the state's arrays -> arrays: weights, and what travels with them.
     """
 
     round: int
     step: int
     leaves: dict[int, Any]
-    whole: bool
 
 
 class State(Protocol):
@@ -58,11 +56,11 @@ class State(Protocol):
         """Return the encoded weights of a copy that the training takes between two steps."""
         ...
 
-    async def position(self, kind: int) -> pb.Position:
-        """Return where the training is now, and the small arrays of a form."""
+    async def position(self) -> pb.Position:
+        """Return where the training is now, and the small arrays that travel with weights."""
         ...
 
-    async def received(self, kind: int, data: bytes, position: pb.Position) -> CaughtUp:
+    async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
         """Return a received state; raise `Unfit` where it is not finite, or far from the own weights."""
         ...
 
@@ -77,7 +75,7 @@ async def give(node: Node, state: State, request: pb.WeightsRequest) -> AsyncIte
     if not has_last and (request.last or node.phase != pb.Status.TRAINING):
         raise Broken("it has no weights to give yet" if node.phase != pb.Status.LEAVING else "it leaves")
     if request.position:
-        locating = asyncio.ensure_future(state.position(request.kind))
+        locating = asyncio.ensure_future(state.position())
         async for frame in _until_done(locating):
             yield frame
         yield pb.WeightsFrame(position=locating.result())
@@ -101,16 +99,17 @@ async def _until_done(copying: asyncio.Future) -> AsyncIterator[pb.WeightsFrame]
         copying.cancel()
 
 
-async def receive(network: Network, donor: str, request: pb.WeightsRequest, size: int) -> tuple[bytes, pb.Position]:
-    """Return a donor's weights and its position.
+async def receive(network: Network, donor: str, request: pb.WeightsRequest, size: int) -> tuple[bytes, int]:
+    """Return a donor's weights, and its last round when it sent them.
 
     Raises:
       Broken: if the donor refuses, or is silent for too long.
       Unfit: if what comes is not of this size.
     """
     async with contextlib.aclosing(network.weights(donor, request)) as frames:
-        if (offered := (await _next_frame(frames, "offer")).num_bytes) != size:
-            raise Unfit(f"weights of {offered} bytes, where {size} are needed")
+        offered = await _next_frame(frames, "offer")
+        if offered.num_bytes != size or not -1 <= offered.round < MAX_ROUND:
+            raise Unfit(f"weights of {offered.num_bytes} bytes, where {size} are needed")
         pieces, missing = [], size
         while missing:
             piece = (await _next_frame(frames, "piece")).data
@@ -118,12 +117,16 @@ async def receive(network: Network, donor: str, request: pb.WeightsRequest, size
                 raise Unfit(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
             missing -= len(piece)
             pieces.append(piece)
-    request = pb.WeightsRequest(kind=request.kind, last=request.last, position=True)
-    async with contextlib.aclosing(network.weights(donor, request)) as frames:
+    return b"".join(pieces), offered.round
+
+
+async def locate(network: Network, donor: str) -> pb.Position:
+    """Return where a donor's training is now, and its small arrays; raise as `receive`."""
+    async with contextlib.aclosing(network.weights(donor, pb.WeightsRequest(position=True))) as frames:
         position = await _next_frame(frames, "position")
     if not -1 <= position.round < MAX_ROUND or position.step >= MAX_ROUND:
         raise Unfit("weights of an impossible round")
-    return b"".join(pieces), position
+    return position
 
 
 async def _next_frame(frames: AsyncIterator[pb.WeightsFrame], kind: str) -> Any:
@@ -206,16 +209,16 @@ class CatchUp:
         """
         node = self._node
         found = {name: one for name, one in statuses.items() if training([one]) and (is_fit is None or is_fit(one))}
-        kind = WHOLE if node.settings.whole_state else CATCH_UP
         for name in self._donors(found):
             if name not in node.peers:
                 continue
             node.tell(f"catches up from {name}, at round {found[name].round + 1}; here it is round {node.round + 1}")
             try:
-                size = self._state.num_bytes(kind)
-                data, position = await receive(node.network, name, pb.WeightsRequest(kind=kind), size)
-                self._check(position, await node.ask([*sample(node), name]))
-                state = await self._state.received(kind, data, position)
+                size = self._state.num_bytes(CATCH_UP)
+                data, _ = await receive(node.network, name, pb.WeightsRequest(kind=CATCH_UP), size)
+                position, others = await asyncio.gather(locate(node.network, name), node.ask([*sample(node), name]))
+                self._check(position, others)
+                state = await self._state.received(data, position)
             except (Broken, Unfit) as error:
                 node.tell(f"takes no weights from {name}: {error}")
                 continue

@@ -1,7 +1,6 @@
 """Checkpoints of an island in a user's own loop: its arrays, and what its protocol needs to resume."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.payload import ArraySpec
 
 _SAVE_SECONDS = 24 * 3600  # as in `checkpoint.store`
-_REPLACED = ".replaced"  # ends the name of a checkpoint until the one that replaces it is whole
 
 
 class OwnCheckpoints:
-    """Checkpoints under WORKDIR/checkpoints; files are compared with their digests before they are used.
+    """Checkpoints under WORKDIR/checkpoints, numbered as they are saved; digests are checked before files are used.
 
     Args:
       workdir: the island's folder.
@@ -32,7 +30,6 @@ class OwnCheckpoints:
         quiet_saves()
         self._folder = workdir.absolute() / "checkpoints"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._settle_replaced()
         self._specs = {name: str(spec) for name, spec in specs.items()}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -44,32 +41,25 @@ class OwnCheckpoints:
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=("state", "run"))
 
-    def latest_step(self) -> int | None:
-        """Return the step of the newest checkpoint, or None."""
+    def latest(self) -> int | None:
+        """Return the number of the newest checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, arrays: Sequence[Any], run: Mapping[str, Any]) -> None:
-        """Start to save; JAX arrays may be donated and NumPy arrays changed as soon as this returns.
-
-        A checkpoint of the same step is replaced: it is kept until the new one is whole.
-        """
-        if step in self._manager.all_steps():
-            self._manager.wait_until_finished()
-            self._settle_replaced()
-            (self._folder / str(step)).rename(self._folder / f"{step}{_REPLACED}")
-            self._manager.reload()
-        state = {_key(number): x.copy() if not isinstance(x, jax.Array) else x for number, x in enumerate(arrays)}
+    def save(self, arrays: Sequence[Any], run: Mapping[str, Any]) -> None:
+        """Start to save; JAX arrays may be donated and NumPy arrays changed as soon as this returns."""
+        number = 0 if (last := self.latest()) is None else last + 1
+        state = {_key(i): x.copy() if not isinstance(x, jax.Array) else x for i, x in enumerate(arrays)}
         run = {**run, "specs": self._specs}
         self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+            number, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         )
 
-    def restore(self, step: int, like: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arrays of `step`, in the order saved, and what was saved with them.
+    def restore(self, number: int, like: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arrays of a checkpoint, in the order saved, and what was saved with them.
 
         Raises `UserError` for a damaged checkpoint, and for one of other arrays.
         """
-        folder = self._folder / str(step)
+        folder = self._folder / str(number)
         try:
             entries = digests.read_digests(folder)
             digests.check_files(folder, entries or {})
@@ -81,11 +71,6 @@ class OwnCheckpoints:
             ) from None
         saved = run["specs"]
         changed = [name for name in {**saved, **self._specs} if saved.get(name) != self._specs.get(name)]
-        if changed == ["fragments"] and "fragments" not in saved:
-            raise UserError(
-                f"{folder} was saved with other fragments, or by an earlier version of noloco_jax, which put other "
-                "weights into each: resume with those, or give another workdir"
-            )
         if changed:
             name = changed[0]
             raise UserError(
@@ -93,24 +78,14 @@ class OwnCheckpoints:
                 f"{self._specs.get(name, 'none')} here): give another workdir"
             )
         # Numbers and NumPy arrays never become JAX arrays, which would cut their 64 bits to 32.
-        target = {_key(number): x if x.sharding else np.empty(x.shape, x.dtype) for number, x in enumerate(like)}
-        state = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
-        return [state[_key(number)] for number in range(len(like))], run
+        target = {_key(i): x if x.sharding else np.empty(x.shape, x.dtype) for i, x in enumerate(like)}
+        state = self._manager.restore(number, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
+        return [state[_key(i)] for i in range(len(like))], run
 
     def close(self) -> None:
         """Wait until everything is on disk."""
         self._manager.wait_until_finished()
-        self._settle_replaced()
         self._manager.close()
-
-    def _settle_replaced(self) -> None:
-        """Delete checkpoints that have been replaced; take back those whose replacement was never whole."""
-        for former in self._folder.glob(f"*{_REPLACED}"):
-            current = former.with_suffix("")
-            if current.exists():
-                shutil.rmtree(former)
-            else:
-                former.rename(current)
 
     def _unfinished(self) -> Path:
         """Return the folder of the checkpoint that is being saved."""

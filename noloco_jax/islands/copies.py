@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.catch_up import GIVE_SECONDS, CaughtUp
+from noloco_jax.islands.catch_up import CATCH_UP, GIVE_SECONDS, CaughtUp
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.node import Node
-from noloco_jax.islands.payload import EXACT, StateForms
+from noloco_jax.islands.payload import EXACT, StateForms, pack
 
-_KEPT_SECONDS = 15.0  # for which encoded weights serve further requests
 FAR_WEIGHTS = 8.0  # largest distance of a donor's weights, in multiples of the own ones' norm
 
 
@@ -56,7 +55,6 @@ class Copies:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted: list[_Wanted] = []
-        self._encoded: tuple[int, Any, bytes] | None = None  # kind, phase, bytes
 
     # The training's thread.
 
@@ -83,27 +81,21 @@ class Copies:
         return self._forms.num_bytes(kind)
 
     async def weights(self, kind: int) -> bytes:
-        phase = self._node.phase
-        if self._encoded is not None and self._encoded[:2] == (kind, phase):
-            return self._encoded[2]
         given = await self._copy(self._forms.large(kind))
-        data: bytes = await self._run(self._forms.encode, kind, given.leaves)
-        self._encoded = kept = kind, phase, data
-        self._loop.call_later(_KEPT_SECONDS, self._forget, kept)
-        return data
+        return await self._run(self._forms.encode, kind, given.leaves)
 
-    async def position(self, kind: int) -> pb.Position:
-        given = await self._copy(self._forms.small(kind))
-        small = self._forms.encode_small(kind, given.leaves)
+    async def position(self) -> pb.Position:
+        given = await self._copy(self._forms.small)
+        small = pack([given.leaves[number] for number in self._forms.small])
         return pb.Position(round=given.round, step=given.step, has_averaged=self._node.has_averaged, small=small)
 
-    async def received(self, kind: int, data: bytes, position: pb.Position) -> CaughtUp:
+    async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
         node, numbers = self._node, self._forms.large(EXACT)
-        leaves = await self._run(self._forms.decode, kind, data, position.small)
+        leaves = await self._run(self._forms.decode, CATCH_UP, data, position.small)
         if node.has_averaged and node.phase == pb.Status.TRAINING:
             own = await self._copy(numbers)
             await self._run(_check_distance, [(own.leaves[n], leaves[n]) for n in numbers])
-        return CaughtUp(position.round, position.step, leaves, node.settings.whole_state)
+        return CaughtUp(position.round, position.step, leaves)
 
     def take_state(self, state: CaughtUp) -> None:
         self._take_state(state)
@@ -120,10 +112,6 @@ class Copies:
         finally:
             with self._lock:
                 self._wanted = [one for one in self._wanted if one.given is not wanted.given]
-
-    def _forget(self, kept: Any) -> None:
-        if self._encoded is kept:
-            self._encoded = None
 
 
 def _check_distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:

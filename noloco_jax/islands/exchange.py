@@ -13,10 +13,13 @@ again with the same round and incarnation, and answered by `Done` if the answeri
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.bounds import LARGEST
+from noloco_jax.islands.interfaces import Codec, Read, Stream
 
 PIECE_BYTES = 512 << 10  # 4 s at 1 Mbit/s
 SILENT_SECONDS = 15.0  # without a frame: the call is given up
@@ -40,32 +43,64 @@ class Refused(Exception):
         self.answer = answer
 
 
-class Stream(Protocol):
-    """One call with a peer. Both methods raise `Broken` once it has ended."""
+class Attempt:
+    """One island's part in an exchange: its message, and what it makes of the partner's.
 
-    async def send(self, frame: pb.Frame) -> None: ...
+    Args:
+      codec: form of messages.
+      run: calls a function that takes long beside the loop.
+      own: the message, as the training gave it.
+      norm: Euclidean, of it.
+      tokens: its weight.
+      bound: maps |c| to the factor that brings a correction into the bounds.
 
-    async def receive(self) -> pb.Frame: ...
+    Attributes:
+      read: the partner's message, once it has come.
+      weight, size, factor: its share, |c| before it is scaled, and the result of `bound`.
+    """
 
+    def __init__(
+        self, codec: Codec, run: Callable[..., Any], own: Any, norm: float, tokens: int, bound: Callable[[float], float]
+    ):
+        self._codec, self._run, self._bound = codec, run, bound
+        self._own, self._norm, self._tokens = own, norm, tokens
+        self.weight = self.size = self.factor = 0.0
+        self.read: Read | None = None
 
-class Side(Protocol):
-    """One island's part in an exchange: its message, and what it makes of the partner's."""
-
-    def sizes(self) -> Sequence[int]:
-        """Return the bytes of each part of a message: its own and the partner's."""
-        ...
-
-    async def part(self, number: int, theirs: Sequence[bytes]) -> bytes:
-        """Return a part of the own message, given the partner's earlier parts."""
-        ...
+    async def swap(self, stream: Stream) -> list[bytes]:
+        """Send the own message and return the partner's, in parts of which each may depend on the earlier ones."""
+        theirs: list[bytes] = []
+        for number, size in enumerate(self._codec.sizes):
+            own = await self._run(self._codec.part, self._own, number, tuple(theirs))
+            sending = asyncio.ensure_future(_send_pieces(stream, own))
+            try:
+                theirs.append(await _receive_pieces(stream, size))
+                await sending
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+        return theirs
 
     async def judge(self, theirs: Sequence[bytes], tokens: int) -> float:
-        """Return the factor that brings the partner's message into the bounds; raise `Unfit` for no message at all."""
-        ...
+        """Decode the partner's message and return its factor; raise `Unfit` for no message at all."""
+        try:
+            read: Read = await self._run(self._codec.read, self._own, tuple(theirs))
+        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
+            raise Unfit(f"a message that cannot be decoded: {error}") from None
+        if not read.norm <= LARGEST * self._norm or not math.isfinite(read.difference):  # NaN neither
+            raise Unfit(f"a message of norm {read.norm:.3g}, where the own one has {self._norm:.3g}")
+        self.weight = tokens / (tokens + self._tokens)
+        self.read, self.size = read, self.weight * read.difference
+        self.factor = self._bound(self.size)
+        return self.factor
 
 
 async def offer(
-    stream: Stream, hello: pb.Hello, side: Side, hear: Callable[[pb.Timing, int, int], None], hold: Callable[[], None]
+    stream: Stream,
+    hello: pb.Hello,
+    side: Attempt,
+    hear: Callable[[pb.Timing, int, int], None],
+    hold: Callable[[], None],
 ) -> float:
     """Exchange as the dialling side; return the partner's factor: the exchange is committed.
 
@@ -92,7 +127,7 @@ async def offer(
     accept = _expect(frame, "accept").accept
     check_tokens(accept.tokens)
     hear(accept.timing, accept.incarnation, accept.roster_version)
-    theirs = await _swap(stream, side)
+    theirs = await side.swap(stream)
     try:
         own = await side.judge(theirs, accept.tokens)
     except Unfit:
@@ -103,7 +138,9 @@ async def offer(
     return checked_factor(_expect(await _receive(stream), "commit").commit.factor)
 
 
-async def answer(stream: Stream, accept: pb.Accept, tokens: int, side: Side, commit: Callable[[float], float]) -> None:
+async def answer(
+    stream: Stream, accept: pb.Accept, tokens: int, side: Attempt, commit: Callable[[float], float]
+) -> None:
     """Exchange as the answering side, which has read the Hello and accepts it.
 
     Args:
@@ -116,7 +153,7 @@ async def answer(stream: Stream, accept: pb.Accept, tokens: int, side: Side, com
     Raises `Broken` and `Unfit` as `offer`.
     """
     await send(stream, pb.Frame(accept=accept))
-    theirs = await _swap(stream, side)
+    theirs = await side.swap(stream)
     await side.judge(theirs, tokens)
     received = _expect(await _receive(stream), "received").received
     if not received.good:
@@ -155,21 +192,6 @@ def check_tokens(tokens: int) -> None:
     """Raise `Unfit` for a weight that no round has."""
     if not 0 < tokens <= MAX_TOKENS:
         raise Unfit(f"a round of {tokens} tokens")
-
-
-async def _swap(stream: Stream, side: Side) -> list[bytes]:
-    """Send the own message and return the partner's, in parts of which each may depend on the earlier ones."""
-    theirs: list[bytes] = []
-    for number, size in enumerate(side.sizes()):
-        own = await side.part(number, theirs)
-        sending = asyncio.ensure_future(_send_pieces(stream, own))
-        try:
-            theirs.append(await _receive_pieces(stream, size))
-            await sending
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-    return theirs
 
 
 async def _send_pieces(stream: Stream, data: bytes) -> None:

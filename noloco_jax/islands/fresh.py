@@ -7,7 +7,6 @@ Everything else (a schedule's counter, random keys, numbers) is the peer's. The 
 no such part: each of its entries is judged by itself.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,29 +41,13 @@ def begins_anew(rest: PyTree, params: PyTree) -> list[bool]:
     return flags
 
 
-class Fresh:
-    """Values with which leaves begin anew; of arrays of zeros none is kept.
-
-    Args:
-      leaves: the first values of all leaves.
-      flags: see `begins_anew`.
-    """
-
-    def __init__(self, leaves: Sequence[Any], flags: Sequence[bool]):
-        self._first: dict[int, np.ndarray | None] = {}
-        self._shapes = [(tuple(x.shape), np.dtype(x.dtype)) for x in leaves]
-        for number, (x, flag) in enumerate(zip(leaves, flags, strict=True)):
-            if flag:
-                values = np.asarray(x)
-                self._first[number] = np.array(values) if values.any() else None
-
-    def __contains__(self, number: int) -> bool:
-        """Return whether a leaf begins anew."""
-        return number in self._first
-
-    def leaf(self, number: int) -> np.ndarray | None:
-        """Return the value of a leaf that begins anew, otherwise None."""
-        if number not in self._first:
-            return None
-        value = self._first[number]
-        return np.zeros(*self._shapes[number]) if value is None else value
+def fresh_values(rest: PyTree, params: PyTree) -> dict[int, np.ndarray]:
+    """Return the number and first value of every leaf of `rest` that begins anew."""
+    found = {}
+    for number, (x, flag) in enumerate(zip(jax.tree.leaves(rest), begins_anew(rest, params), strict=True)):
+        if flag:
+            values = np.array(x)
+            found[number] = (
+                values if values.any() else np.zeros_like(values)
+            )  # zeros take no memory until they are used
+    return found

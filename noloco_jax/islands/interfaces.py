@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import Stream
 from noloco_jax.islands.roster import Address, Roster
 
 
@@ -15,12 +14,10 @@ class Settings(NamedTuple):
 
     Attributes:
       patience: rounds for which a message waits for its partner's.
-      whole_state: True to catch up from a whole state instead of weights.
       fits: (round, step) -> True where a run can be at both at once.
     """
 
     patience: int = 2
-    whole_state: bool = False
     fits: Callable[[int, int], bool] = lambda round, step: True
 
 
@@ -105,6 +102,14 @@ class Codec(Protocol):
     def read(self, own: Any, theirs: Sequence[bytes]) -> Read: ...
 
     def correction(self, own: Any, read: Read, weight: float) -> Any: ...
+
+
+class Stream(Protocol):
+    """One call with a peer. Both methods raise `Broken` once it has ended."""
+
+    async def send(self, frame: pb.Frame) -> None: ...
+
+    async def receive(self) -> pb.Frame: ...
 
 
 class Network(Protocol):

@@ -43,8 +43,10 @@ class Island:
                 params, rest, step = island.step(params, rest)
             merged = island.merge(params)
 
-    It trains like an island of `python -m noloco_jax.island train`: nobody waits for a peer, corrections enter when
-    they have arrived, and an island that was away continues from a peer's state.
+    It trains like an island of `python -m noloco_jax.island train`: nobody waits for a peer, and corrections enter when
+    they have arrived. An island that was away continues from a peer's weights, with `rest` as given to `begin` where it
+    holds arrays of the weights' shapes (moments, and what lies beside them), and takes shorter steps at first. All
+    other parts of `rest` are then the peer's.
 
     Args:
       roster: path of the roster, the same for all islands, or a `Roster`; or the `members.json` that
@@ -57,9 +59,6 @@ class Island:
       samples_per_step: samples of an inner step, by which exchanges of unequal islands are weighed.
       common: further values that must be equal on all islands, such as {"lr": 1e-3}: an island with another value is
         refused, by name.
-      catch_up: "weights": an island that was away continues from a peer's weights, with `rest` as given to `begin`
-        where it holds arrays of the weights' shapes (moments, and what lies beside them), and takes shorter steps at
-        first; all other parts of `rest` are the peer's. "whole": from a peer's weights and `rest`.
       listen: the address of this machine to listen at, "host:port"; None: the port that others dial, at all of the
         machine's addresses.
       save_every: inner steps between checkpoints; 0: only `save`.
@@ -83,7 +82,6 @@ class Island:
         keys: str | Path | None = None,
         samples_per_step: int = 1,
         common: Mapping[str, Any] | None = None,
-        catch_up: str = "weights",
         listen: str | None = None,
         save_every: int = 1000,
         keep: int = 2,
@@ -98,10 +96,7 @@ class Island:
             None if keys is None else Path(keys),
             self._workdir,
         )
-        if catch_up not in ("weights", "whole"):
-            raise ValueError(f"catch_up is {catch_up!r}: give 'weights' or 'whole'")
         self._listen = None if listen is None else parse_address(listen)
-        self._takes_whole_state = catch_up == "whole"
         self._pairing = checked_pairing(outer, self._roster.num_founders)
         self._partner = partner_by(self._pairing, outer.steps.fragments.count)
         self._outer, self._common = outer, dict(common or {})
@@ -167,7 +162,7 @@ class Island:
             partner=self._partner,
             codec=codec_of(own.solo.wire, own.solo.message, own.solo.payload, own.solo.dims),
             forms=own.forms,
-            settings=Settings(2 * steps.fragments.count, self._takes_whole_state, self._fits),
+            settings=Settings(2 * steps.fragments.count, self._fits),
             workdir=self._workdir,
             incarnation=incarnation,
             steps_per_round=schedule.gap,
@@ -263,11 +258,11 @@ class Island:
         """Return the state of the newest checkpoint, or the one given, its step, and the protocol's state in it."""
         own = self._state
         assert self._checkpoints is not None
-        step = self._checkpoints.latest_step()
-        if step is None:
+        number = self._checkpoints.latest()
+        if number is None:
             return own.begun(own.params.arrays(params), own.rest.arrays(rest)), 0, None
-        arrays, run = self._checkpoints.restore(step, jax.tree.leaves(own.places))
-        self._seconds_before = run["seconds"]
+        arrays, run = self._checkpoints.restore(number, jax.tree.leaves(own.places))
+        step, self._seconds_before = run["step"], run["seconds"]
         self._report(f"resumes from the checkpoint of step {step}")
         return own.placed(arrays), step, run["saved"]
 
@@ -281,7 +276,7 @@ class Island:
             )
         if saved is not None:  # else a peer's state is about to replace this one
             seconds = self._seconds_before + time.monotonic() - self._began
-            self._checkpoints.save(step, jax.tree.leaves(state), {"saved": saved, "seconds": seconds})
+            self._checkpoints.save(jax.tree.leaves(state), {"step": step, "saved": saved, "seconds": seconds})
         return state
 
     def _tell(self) -> None:

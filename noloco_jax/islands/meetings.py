@@ -6,16 +6,16 @@ patience ends.
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.bounds import FAR_IN_A_ROW, LARGEST, Bounds, agreed
+from noloco_jax.islands.bounds import FAR_IN_A_ROW, Bounds, agreed
 from noloco_jax.islands.exchange import (
+    Attempt,
     Broken,
     Refused,
-    Stream,
     Unfit,
     answer,
     hold_until,
@@ -23,11 +23,9 @@ from noloco_jax.islands.exchange import (
     receive_hello,
     send,
 )
-from noloco_jax.islands.interfaces import Met, Read
+from noloco_jax.islands.interfaces import Met, Stream
 from noloco_jax.islands.peers import ENDED, Peer, check_hello
-
-if TYPE_CHECKING:
-    from noloco_jax.islands.node import Node
+from noloco_jax.islands.view import View
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is dialled again
 BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
@@ -56,37 +54,8 @@ class Meeting:
     tokens: int
     norm: float
     steps: int
-    held: "Attempt | None" = None
+    held: Attempt | None = None
     task: asyncio.Task | None = None
-
-
-class Attempt:
-    """One island's part in one attempt of an exchange: see `exchange.Side`."""
-
-    def __init__(self, meetings: "Meetings", meeting: Meeting):
-        self._meetings, self._meeting = meetings, meeting
-        self._codec, self._run = meetings.node.codec, meetings.node.world.run
-        self.weight = self.size = self.factor = 0.0
-        self.read: Read | None = None
-
-    def sizes(self) -> Sequence[int]:
-        return self._codec.sizes
-
-    async def part(self, number: int, theirs: Sequence[bytes]) -> bytes:
-        return await self._run(self._codec.part, self._meeting.own, number, tuple(theirs))
-
-    async def judge(self, theirs: Sequence[bytes], tokens: int) -> float:
-        meeting = self._meeting
-        try:
-            read: Read = await self._run(self._codec.read, meeting.own, tuple(theirs))
-        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
-            raise Unfit(f"a message that cannot be decoded: {error}") from None
-        if not read.norm <= LARGEST * meeting.norm or not math.isfinite(read.difference):  # NaN neither
-            raise Unfit(f"a message of norm {read.norm:.3g}, where the own one has {meeting.norm:.3g}")
-        self.weight = tokens / (tokens + meeting.tokens)
-        self.read, self.size = read, self.weight * read.difference
-        self.factor = self._meetings.factor(meeting, self.size)
-        return self.factor
 
 
 class Meetings:
@@ -102,7 +71,7 @@ class Meetings:
       one_sided: exchanges that only the partner may have applied, also before the start.
     """
 
-    def __init__(self, node: "Node", saved: Mapping[str, Any] | None):
+    def __init__(self, node: View, saved: Mapping[str, Any] | None):
         self.node = node
         self.due = self.committed = 0
         self.one_sided: int = saved["one_sided"] + saved["unresolved"] if saved else 0
@@ -171,7 +140,7 @@ class Meetings:
                 meeting.held = None  # it accepts: what was held before was never committed
 
         while True:
-            attempt = Attempt(self, meeting)
+            attempt = self._attempt(meeting)
 
             def hold(attempt: Attempt = attempt) -> None:
                 meeting.held = attempt
@@ -252,7 +221,7 @@ class Meetings:
         meeting = self._open[hello.round]
         if meeting.task is not None:  # an attempt that its dialler gave up
             meeting.task.cancel()
-        attempt, this = Attempt(self, meeting), asyncio.current_task()
+        attempt, this = self._attempt(meeting), asyncio.current_task()
         meeting.task = this
         accept = pb.Accept(
             incarnation=node.incarnation,
@@ -347,7 +316,11 @@ class Meetings:
             meeting.task.cancel()
         self.node.notify()
 
-    def factor(self, meeting: Meeting, size: float) -> float:
+    def _attempt(self, meeting: Meeting) -> Attempt:
+        run, bound = self.node.world.run, lambda size: self._factor(meeting, size)
+        return Attempt(self.node.codec, run, meeting.own, meeting.norm, meeting.tokens, bound)
+
+    def _factor(self, meeting: Meeting, size: float) -> float:
         """Return the factor that brings a correction of a size into the bounds; 0: nothing is taken.
 
         Nothing is taken from a peer that is far away and came no closer, unless most of the others are far away: then

@@ -11,7 +11,6 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.certificates import VIEWER, is_viewer
 from noloco_jax.islands.commands import Found, Run, discover, open_run
 from noloco_jax.islands.keys import AUTHORITY, AUTHORITY_KEY, authority_key, issue_in, make_keys, signing_alone
-from noloco_jax.islands.peers import FINISHED
 from noloco_jax.islands.roster import (
     MEMBERS_FILE,
     Member,
@@ -121,8 +120,6 @@ def remove(flags: argparse.Namespace) -> int:
                 f"{describe(None, former)}, and a later end would make it one until then: give the command without "
                 "--from_round to tell the islands again, or `island invite` it"
             )
-        if flags.from_round is None and (last := _last_round(found, flags.name)) is not None:
-            first = min(first, last)
         # A row that ends before it begins is no member in any round; 0 would stand for one that stays.
         published = _publish(flags.keys, found.run, roster.changed(former._replace(until_round=max(first, 1))))
     if not found.statuses:
@@ -179,15 +176,3 @@ def _first_round(flags: argparse.Namespace, found: Found) -> int:
         reason = next(iter(found.answers.values()), "there is none")
         raise UserError(f"none of the islands answers ({reason}), so that their round is unknown: give --from_round=N")
     return found.round + 1 + lead(len(found.run.roster.active(max(found.round, 0))) + 1)
-
-
-def _last_round(found: Found, leaving: str) -> int | None:
-    """Return the last round of a run that has ended for all members that answer, but for `leaving`; None: one trains.
-
-    They end no further round, and wait for those that are members of their last one.
-    """
-    active = found.run.roster.active(max(found.round, 0))
-    others = [status for name, status in found.statuses.items() if name in active and name != leaving]
-    if not others or any(status.phase not in FINISHED for status in others):
-        return None
-    return max(min(status.round for status in others), 0)

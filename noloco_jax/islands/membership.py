@@ -20,7 +20,6 @@ from noloco_jax.islands.peers import PROTOCOL
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.methods import schedule_of
 from noloco_jax.spmd.programs import Programs
-from noloco_jax.train.mode import Resumed
 
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
@@ -37,8 +36,6 @@ class Membership:
       credentials: the island's keys; None without TLS.
       pace: "steps": every island takes every inner step; "time": an island takes as many of a round's inner steps as it
         has time for, see `pace.py`. A message's weight is its number of inner steps.
-      catch_up: "weights": it catches up from the weights of another, and begins with fresh moments and a rate that
-        rises; "whole": from its whole state.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
       listen: the address to listen at; None: that in the roster.
       address: a new address at which the others reach it.
@@ -48,7 +45,6 @@ class Membership:
     name: str
     credentials: Credentials | None
     pace: str = "steps"
-    catch_up: str = "weights"
     linger: float = 600.0
     listen: Address | None = None
     address: Address | None = None
@@ -116,27 +112,18 @@ class Membership:
         def fits(round: int, step: int) -> bool:
             return 0 < step < config.num_steps and round + 1 == schedule.total(step)
 
-        return Settings(2 * config.outer.fragments, self.catch_up == "whole", fits)
+        return Settings(2 * config.outer.fragments, fits)
 
     def data_position(self, saved: Saved) -> dict[str, Any]:
         """Return the data position of a checkpoint; raise `UserError` where it is not this island's."""
         position, *others = saved.positions
-        if others or position["replica"] != self.replica:
-            of = f"all {1 + len(others)} replicas" if others else f"replica {position['replica']}"
+        if saved.sync_state is None or others or position["replica"] != self.replica:
+            of = "a run without islands" if saved.sync_state is None else f"replica {position['replica']}"
             raise UserError(
                 f"the checkpoint of step {saved.step} is of {of}, and {self.name} is replica {self.replica}: give its "
                 "own --workdir"
             )
         return renumbered(position, self.replica, self.roster.num_founders)
-
-    @staticmethod
-    def saved(resumed: Resumed, config: TrainConfig) -> Mapping[str, Any] | None:
-        """Return the protocol's state in a checkpoint; where no island saved it, that of a run without exchanges."""
-        if resumed.sync_state is not None or resumed.step == 0:
-            return resumed.sync_state
-        schedule = schedule_of(config)
-        assert schedule is not None
-        return fresh(schedule.total(resumed.step) - 1)
 
     def identity(self, config: TrainConfig, programs: Programs, fingerprint: str | None) -> dict[str, str]:
         """Return the values that all islands must have equal; those at their defaults are left out.
@@ -158,12 +145,6 @@ class Membership:
 def run_identity(roster: Roster) -> dict[str, str]:
     """Return what islands of any training compare first."""
     return {"protocol": PROTOCOL, "run": roster.run, "roster": roster.founders}
-
-
-def fresh(round: int) -> dict[str, Any]:
-    """Return the protocol's state after a round, of an island that remembers no exchange: see `Node.to_json`."""
-    bounds = {"accepted": [], "slack": 1.0}
-    return {"round": round, "has_averaged": True, "bounds": bounds, "peers": {}, "one_sided": 0, "unresolved": 0}
 
 
 def incarnation_of(workdir: Path) -> tuple[int, bool]:

@@ -172,10 +172,10 @@ async def of_live_islands(run: Run, dialler: Dialler, ask_seconds: float, second
         try:
             async with asyncio.timeout(seconds):
                 request = pb.WeightsRequest(kind=EXACT)
-                data, position = await receive(dialler, name, request, forms.num_bytes(EXACT))
+                data, round = await receive(dialler, name, request, forms.num_bytes(EXACT))
         except TimeoutError:
             raise Broken(f"its weights did not come in {seconds:g} s") from None
-        return position.round, list(forms.decode(EXACT, data, b"").values())
+        return round, list(forms.decode(EXACT, data, b"").values())
 
     def check_tokenizer(tokenizer: Tokenizer) -> None:
         if about["tokenizer"] not in (None, tokenizer.fingerprint):

@@ -275,10 +275,8 @@ class WeightsRequest(_message.Message):
         __slots__ = ()
         EXACT: _ClassVar[WeightsRequest.Kind]
         CATCH_UP: _ClassVar[WeightsRequest.Kind]
-        WHOLE: _ClassVar[WeightsRequest.Kind]
     EXACT: WeightsRequest.Kind
     CATCH_UP: WeightsRequest.Kind
-    WHOLE: WeightsRequest.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]

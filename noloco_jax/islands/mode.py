@@ -93,7 +93,7 @@ class IslandMode:
         member, solo, schedule = self._member, self._solo, schedule_of(config)
         pairing: Any = method_of(config).pairing
         assert schedule is not None and pairing is not None
-        saved = member.saved(resumed, config)
+        saved = resumed.sync_state
         member.check_present(-1 if saved is None else saved["round"])
         incarnation, began_before = incarnation_of(workdir)
         self._incarnation = incarnation
@@ -173,12 +173,8 @@ def never(seconds: float) -> bool:
 
 
 def _placed(programs: Programs, caught_up: CaughtUp) -> TrainState:
-    """Return a peer's state on the island's devices, whose arrays the first process has."""
-    round, step, leaves, whole = caught_up
-    if whole:
-        likes, structure = jax.tree.flatten(programs.resting)
-        state = structure.unflatten(from_first_process([leaves.get(n) for n in range(len(likes))], likes))
-        return state._replace(outer=at_num_outer_steps(state.outer, round + 1))
+    """Return a state on the island's devices from a peer's weights, which the first process has."""
+    round, step, leaves = caught_up
     weights = jax.tree.map(_of_one_replica, programs.state.params)
     likes, structure = jax.tree.flatten(weights)
     given = [None if (x := leaves.get(n)) is None else x[0] for n in range(len(likes))]

@@ -1,40 +1,22 @@
-"""Protocol of one island: what it knows of its peers, what it answers, and the roster that it follows.
-
-Everything here runs on one asyncio loop, so that no step between two awaits is interrupted. The network and the
-training are behind `Network` and `World`; tests have both in memory, on a virtual clock. `meetings.py` has the
-exchanges.
-"""
+"""Protocol of one island: what the training tells it, and what it answers."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.bounds import Distance
-from noloco_jax.islands.exchange import Broken, Stream, Unfit
 from noloco_jax.islands.interfaces import Met, Network, Plan, World
 from noloco_jax.islands.meetings import Meetings
 from noloco_jax.islands.pace import Pace
-from noloco_jax.islands.peers import (
-    ENDED,
-    FINISHED,
-    Peer,
-    check_greeting,
-    check_status,
-    check_timing,
-    difference,
-    digest,
-)
-from noloco_jax.islands.roster import BadRosterError, Roster, changes, parse_dialled, version_of
+from noloco_jax.islands.peers import FINISHED, Peer, check_greeting, difference
+from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.view import GREET_SECONDS, View
 
-ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster
-GREET_SECONDS = 10.0  # for an answer to a greeting
 SILENT = 3  # questions in a row without an answer, after which a peer that has finished is taken to have gone
 
 
-class Node:
+class Node(View):
     """One island among its peers.
 
     Args:
@@ -48,26 +30,16 @@ class Node:
     def __init__(
         self, plan: Plan, network: Network, world: World, pace: Pace, parse: Callable[[bytes], Roster] | None = None
     ):
-        saved = plan.saved
-        self.name, self.roster, self.identity, self.codec = plan.name, plan.roster, plan.identity, plan.codec
-        self.settings, self.incarnation, self.digest = plan.settings, plan.incarnation, digest(plan.identity)
-        self.network, self.world, self.pace = network, world, pace
-        self.round: int = saved["round"] if saved else -1
         self.step = 0
-        self.has_averaged: bool = bool(saved and saved["has_averaged"])
-        self.phase: Any = pb.Status.STARTING
-        self.peers: dict[str, Peer] = {}
         self.figures: dict[str, float] = {}
-        self.notices: list[str] = []
-        self.meetings = Meetings(self, saved)
-        self._plan, self._parse = plan, parse
-        self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
-        self._tasks: set[asyncio.Task] = set()
-        self._told_badly: dict[str, float] = {}  # who told a roster that nobody signed, and when
-        self.follow(plan.roster)
-        for other, (count, size, until) in (saved["peers"] if saved else {}).items():
-            if other in self.peers:
-                self.peers[other].distance, self.peers[other].quarantined_until = Distance(count, size), until
+        self.meetings = Meetings(self, plan.saved)
+        super().__init__(plan, network, world, pace, parse)
+
+    def peer_ended(self, peer: Peer) -> None:
+        self.meetings.peer_left(peer)
+
+    def members_changed(self) -> None:
+        self.meetings.end("the partner is no member any more", lambda meeting: meeting.partner not in self.peers)
 
     # The training's side.
 
@@ -110,16 +82,6 @@ class Node:
         self.world.outcome(Met(round, donor, "caught up"))
         self.notify()
 
-    def partner(self, round: int) -> str | None:
-        """Return the partner of a round, or None."""
-        active = self.roster.active(round)
-        return self._plan.partner(active, round, self.name) if self.name in active and len(active) > 1 else None
-
-    @property
-    def is_removed(self) -> bool:
-        """True once this island has ended its last round as a member."""
-        return self.roster.is_over(self.name, self.round + 1)
-
     def unfinished(self) -> list[str]:
         """Return the members not known to have taken their last step."""
         active = self.roster.active(max(self.round, 0))
@@ -130,74 +92,6 @@ class Node:
         over = (pb.Status.MERGED, pb.Status.LEAVING)
         peers = [self.peers[name] for name in names if name in self.peers]
         return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
-
-    # Peers.
-
-    def hear(self, name: str, timing: pb.Timing, incarnation: int = 0, address: str | None = None) -> None:
-        """Learn what a peer tells of itself; raise `Unfit` for what no honest island tells.
-
-        An empty address stands for that in the roster.
-        """
-        check_timing(timing)
-        peer = self.peers[name]
-        peer.heard, peer.silent = self._now(), 0
-        if incarnation > peer.incarnation:
-            peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
-        if timing.round_seconds or timing.ago:
-            peer.round = max(peer.round, timing.round)
-        self.pace.meet(name, timing, self._now())
-        if address is None:
-            return
-        with contextlib.suppress(UserError):  # a text that is no address
-            dialled = parse_dialled(address) if address else None
-            if dialled != peer.address:
-                peer.address = dialled
-                self.tell(f"{name} is at {dialled or self.roster.member(name).address} from now on")
-                self._follow_addresses()
-
-    def hear_phase(self, name: str, phase: Any) -> None:
-        """Learn a peer's phase: it ends once, and for good until a later start, so that what comes late is ignored."""
-        peer = self.peers[name]
-        if peer.phase in ENDED and phase not in ENDED:
-            return
-        has_ended = phase in ENDED and peer.phase not in ENDED
-        peer.phase = phase
-        if has_ended:
-            self.meetings.peer_left(peer)
-        self.notify()
-
-    async def ask(self, names: Iterable[str], seconds: float = GREET_SECONDS, **fields: Any) -> dict[str, pb.Status]:
-        """Greet peers at once; return the answers of those that answer and do not refuse.
-
-        `fields` are those of the greeting, which tells this island's phase as well.
-        """
-        found: dict[str, pb.Status] = {}
-
-        async def one(name: str) -> None:
-            try:
-                status = await self.network.greet(name, self.greeting(**fields), seconds)
-                check_status(status)
-            except (Broken, Unfit):
-                if name in self.peers:
-                    self.peers[name].silent += 1
-                return
-            if name not in self.peers:
-                return
-            self.peers[name].wrong = status.wrong[:300]
-            if not status.wrong:
-                found[name] = status
-                self.hear(name, status.timing, status.incarnation)
-                self.hear_phase(name, status.phase)
-                self.take_news(name, status.roster_version)
-            if status.HasField("roster"):
-                self.take_roster(status.roster.SerializeToString(), name)
-
-        await asyncio.gather(*map(one, names))
-        return found
-
-    async def exchange_called(self, name: str, stream: Stream) -> None:
-        """Answer a call for an exchange; `name` is that of the caller's certificate."""
-        await self.meetings.called(name, stream)
 
     async def greeted(self, name: str, greeting: pb.Greeting) -> pb.Status:
         """Answer a greeting of an island or a command; `name` is that of the caller's certificate."""
@@ -250,113 +144,3 @@ class Node:
             seen = -1.0 if peer.heard is None else max(self._now() - peer.heard, 0.0)
             status.peers.add(name=peer.name, seen=seen, fault=peer.fault(self.round))
         return status
-
-    def greeting(self, **fields: Any) -> pb.Greeting:
-        """Return a greeting of this island."""
-        return pb.Greeting(
-            identity=self.identity,
-            incarnation=self.incarnation,
-            roster_version=self.roster.version,
-            address=self.told_address,
-            phase=self.phase,
-            **fields,
-        )
-
-    def timing(self, round: int | None = None) -> pb.Timing:
-        """Return what to tell of a round's end; None: of the last one's."""
-        return self.pace.timing(self.round if round is None else round, self._now())
-
-    @property
-    def told_address(self) -> str:
-        """This island's address where it is another than in the roster, otherwise an empty text."""
-        return "" if self._plan.address is None else str(self._plan.address)
-
-    def can_be_dialled(self, name: str) -> bool:
-        """Return whether this island, or a peer, has an address."""
-        told = self._plan.address if name == self.name else self.peers[name].address
-        return (told or self.roster.member(name).address).can_be_dialled
-
-    # The roster.
-
-    def follow(self, roster: Roster) -> None:
-        """Take a roster's members for one's peers."""
-        self.roster = roster
-        names = [name for name in roster.names if name != self.name and not roster.is_over(name, self.round)]
-        self.peers = {name: self.peers.get(name) or Peer(name) for name in names}
-        self.meetings.end("the partner is no member any more", lambda meeting: meeting.partner not in self.peers)
-        self._follow_addresses()
-
-    def _follow_addresses(self) -> None:
-        told = {peer.name: peer.address for peer in self.peers.values() if peer.address is not None}
-        self.network.follow(self.roster, told)
-
-    def take_roster(self, document: bytes, teller: str) -> None:
-        """Take a newer roster that the run's authority has signed; ignore others."""
-        now = self._now()
-        if self._parse is None or version_of(document) <= self.roster.version:
-            return
-        if now - self._told_badly.get(teller, -ROSTER_SECONDS) < ROSTER_SECONDS:
-            return  # a signature takes time to check
-        try:
-            roster = self._parse(document)
-        except BadRosterError as error:
-            self._told_badly = {**dict([*self._told_badly.items()][-99:]), teller: now}
-            self.tell(f"{teller} told a roster that is not taken: {error}")
-            return
-        if roster.founders != self.roster.founders:
-            return
-        for line in changes(self.roster, roster):
-            self.tell(line)
-        self.world.keep(roster)
-        self.follow(roster)
-        self.notify()
-
-    def take_news(self, name: str, version: int) -> None:
-        """Ask a peer for its roster if it has a newer one, and not too often."""
-        if version <= self.roster.version or self._parse is None or name not in self.peers:
-            return
-        peer = self.peers[name]
-        if self._now() - peer.asked_for_roster >= ROSTER_SECONDS:
-            peer.asked_for_roster = self._now()
-            self.start(self.ask([name], wants_roster=True))
-
-    # Tasks, time, lines.
-
-    def start(self, coroutine: Any) -> asyncio.Task:
-        """Run a coroutine beside the others; its end is awaited by `close`."""
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.tell(f"a fault of this program, please report it: {error!r}")
-
-    async def close(self, seconds: float = 2.0) -> None:
-        """Wait for goodbyes, and end everything else."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=seconds)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def notify(self) -> None:
-        """Wake up those that wait for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition holds, which changes as `notify` is called."""
-        while not holds():
-            await self._changed.wait()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
-
-    def tell(self, line: str) -> None:
-        """Tell people, and those who watch."""
-        self.notices = [*self.notices[-19:], line[:300]]
-        self.world.tell(line)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.forms import Form
-from noloco_jax.islands.fresh import Fresh, begins_anew
+from noloco_jax.islands.fresh import fresh_values
 from noloco_jax.islands.payload import ArraySpec, StateForms, specs_of
 from noloco_jax.islands.programs import SoloPrograms, solo_of
 from noloco_jax.outer.fragments import described
@@ -44,7 +44,7 @@ class OwnState:
         self.solo = solo_of(outer, shapes, outer_shapes)
         self.places = TrainState(self.params.shapes(), self.rest.shapes(), outer_shapes)
         first = self.rest.arrays(rest)
-        self._fresh = Fresh(jax.tree.leaves(first), begins_anew(first, self.places.params))
+        self._fresh = fresh_values(first, self.places.params)
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
@@ -93,16 +93,11 @@ class OwnState:
     def from_peer(self, caught_up: CaughtUp) -> TrainState:
         """Return the state of a peer on this island's devices."""
         params, rest, _ = self.places
-        round, _, given, whole = caught_up
-        if whole:
-            state = self.placed([given[number] for number in range(len(jax.tree.leaves(self.places)))])
-        else:
-            first, count = len(jax.tree.leaves(params)), len(jax.tree.leaves(rest))
-            leaves = [given[number] for number in range(first)]
-            for number in range(count):
-                fresh = self._fresh.leaf(number)
-                leaves.append(given[first + number] if fresh is None else fresh)
-            state = self.begun(*self.placed(leaves, TrainState(params, rest, None))[:2])
+        round, _, given = caught_up
+        first, count = len(jax.tree.leaves(params)), len(jax.tree.leaves(rest))
+        leaves = {first + number: x for number, x in self._fresh.items()} | given
+        placed = self.placed([leaves[number] for number in range(first + count)], TrainState(params, rest, None))
+        state = self.begun(placed.params, placed.inner)
         assert state.outer is not None
         return state._replace(outer=at_num_outer_steps(state.outer, round + 1))
 

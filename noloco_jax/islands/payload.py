@@ -25,7 +25,7 @@ PyTree = Any
 MAX_WINDOW = 32  # more than the partner's, in quarters of a power of two
 SMALL_BYTES, ALL_SMALL_BYTES = 4096, 1 << 20  # of an array that travels with the position, and of all of them
 _BLOCK = 256  # values that share a scale, for weights in 8 bits
-EXACT, CATCH_UP, WHOLE = pb.WeightsRequest.EXACT, pb.WeightsRequest.CATCH_UP, pb.WeightsRequest.WHOLE
+EXACT, CATCH_UP = pb.WeightsRequest.EXACT, pb.WeightsRequest.CATCH_UP
 
 
 class ArraySpec(NamedTuple):
@@ -198,7 +198,7 @@ def pair_windows(own: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> lis
 
 
 class StateForms:
-    """Forms in which a state travels: exact weights, weights in 8 bits and what travels with them, or everything.
+    """Forms in which a state travels: exact weights, or weights in 8 bits and what travels with them.
 
     Small arrays beside the weights, such as counters, travel with the position, which comes last.
 
@@ -206,32 +206,24 @@ class StateForms:
       specs: of all arrays of the state, the weights first.
       num_weights: how many of them are weights.
       carried: numbers of the arrays that travel with weights in 8 bits.
+
+    Attributes:
+      small: those of them that come with the position.
     """
 
     def __init__(self, specs: Sequence[ArraySpec], num_weights: int, carried: Sequence[int] = ()):
         self._specs, weights = list(specs), list(range(num_weights))
-        small, total = set[int](), 0
-        for number in sorted(range(num_weights, len(specs)), key=lambda number: specs[number].nbytes):
+        self.small, total = list[int](), 0
+        for number in sorted(carried, key=lambda number: specs[number].nbytes):
             total += specs[number].nbytes
-            if specs[number].nbytes > SMALL_BYTES or total > ALL_SMALL_BYTES:
-                break
-            small.add(number)
-        leaves: dict[int, Sequence[int]] = {EXACT: weights, CATCH_UP: [*weights, *carried], WHOLE: range(len(specs))}
-        self._large: dict[int, list[int]] = {
-            kind: [n for n in numbers if n not in small] for kind, numbers in leaves.items()
-        }
-        self._small: dict[int, list[int]] = {
-            kind: [n for n in numbers if n in small] for kind, numbers in leaves.items()
-        }
+            if specs[number].nbytes <= SMALL_BYTES and total <= ALL_SMALL_BYTES:
+                self.small.append(number)
+        self._large: dict[int, list[int]] = {EXACT: weights, CATCH_UP: [*weights, *sorted({*carried} - {*self.small})]}
         self._floats = {n for n in weights if jnp.issubdtype(specs[n].dtype, jnp.floating)}
 
     def large(self, kind: int) -> list[int]:
         """Return the numbers of the arrays that a form begins with."""
         return self._large[kind]
-
-    def small(self, kind: int) -> list[int]:
-        """Return the numbers of the arrays that come with the position."""
-        return self._small[kind]
 
     def num_bytes(self, kind: int) -> int:
         return sum(self._size(kind, number) for number in self.large(kind))
@@ -241,17 +233,20 @@ class StateForms:
         numbers = self.large(kind)
         return b"".join(_quantize(leaves[n]) if self._is_quantized(kind, n) else pack([leaves[n]]) for n in numbers)
 
-    def encode_small(self, kind: int, leaves: Mapping[int, np.ndarray]) -> bytes:
-        return pack([leaves[number] for number in self.small(kind)])
-
     def decode(self, kind: int, data: bytes, small: bytes) -> dict[int, np.ndarray]:
-        """Return the arrays by their numbers; raise `Unfit` for values that are not finite."""
+        """Return the arrays by their numbers; raise `Unfit` for values that are not finite.
+
+        Args:
+          kind: of the form.
+          data: the result of `encode`.
+          small: the arrays that travel with the position, packed; of exact weights none.
+        """
         leaves, start = {}, 0
         for number in self.large(kind):
             spec, size = self._specs[number], self._size(kind, number)
             part, start = data[start : start + size], start + size
             leaves[number] = _dequantize(part, spec) if self._is_quantized(kind, number) else unpack(part, [spec])[0]
-        numbers = self.small(kind)
+        numbers = self.small if kind == CATCH_UP else []
         leaves |= dict(zip(numbers, unpack(small, [self._specs[n] for n in numbers]), strict=True))
         for x in leaves.values():
             if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():

@@ -9,7 +9,6 @@
     [[island]]
     name = "berlin"
     address = "10.0.0.7:7070"
-    comment = "the one with eight GPUs"
 
     [[island]]
     name = "oslo"
@@ -343,7 +342,7 @@ def changes(former: Roster, roster: Roster) -> list[str]:
 
 
 def _roster(content: Mapping[str, Any]) -> Roster:
-    _check_keys("", content, required=("run", "island"), optional=("comment",))
+    _check_keys("", content, ("run", "island"))
     run, entries = content["run"], content["island"]
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise UserError(f"run = {run!r}: give a name of letters, digits, dots, _ and -")
@@ -363,7 +362,7 @@ def _roster(content: Mapping[str, Any]) -> Roster:
 
 def _member(number: int, entry: Mapping[str, Any]) -> Member:
     where = f"[[island]] {number + 1}: "
-    _check_keys(where, entry, required=("name", "address"), optional=("comment",))
+    _check_keys(where, entry, ("name", "address"))
     name, address = entry["name"], entry["address"]
     if not isinstance(address, str):
         raise UserError(f'{where}address = {address!r}: give "host:port"')
@@ -374,14 +373,12 @@ def _member(number: int, entry: Mapping[str, Any]) -> Member:
         raise UserError(f"{where}{error}") from None
 
 
-def _check_keys(where: str, table: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> None:
+def _check_keys(where: str, table: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     for key in table:
-        if key not in (*required, *optional):
-            near = difflib.get_close_matches(key, (*required, *optional), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join((*required, *optional))}"
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(keys)}"
             raise UserError(f"{where}unknown key {key!r}: {hint}")
-    for key in required:
+    for key in keys:
         if key not in table:
             raise UserError(f"{where}{key!r} is missing")
-    if not isinstance(table.get("comment", ""), str):
-        raise UserError(f"{where}comment = {table['comment']!r}: give a text")

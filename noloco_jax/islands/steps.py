@@ -36,8 +36,7 @@ class IslandSteps:
     Args:
       link: the link with the other islands; None in all of the island's processes but the first.
       solo: compiled programs of solo steps and corrections.
-      place: a peer's state, whose arrays the first process has -> the state on its devices, with fresh moments where
-        only the weights came.
+      place: a peer's weights, which the first process has -> the state on its devices, with fresh moments.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       keeps_pace: True if an inner step may stand for several steps of the schedule, see `pace.py`.
       processes: the island's processes.
@@ -214,7 +213,7 @@ class IslandSteps:
     def caught_up(self, item: CaughtUp) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
         self._worth, self._scheduled = 0.0, 0
-        self._cold = 0 if item.whole else WARM_UP_STEPS
+        self._cold = WARM_UP_STEPS
         self._marks.clear()
         return self._place(item), item.step
 
@@ -251,10 +250,10 @@ class IslandSteps:
     def _announced(self, items: list[Correction | CaughtUp]) -> list[list[Any]]:
         """Keep what has arrived for `_apply`; return how to announce it.
 
-        A correction is announced by its round, a state by its round, its inner steps, and whether it is whole.
+        A correction is announced by its round, a state by its round and its inner steps.
         """
         self._arrived = items
-        return [[item.round, item.step, item.whole] if isinstance(item, CaughtUp) else [item.round] for item in items]
+        return [[item.round, item.step] if isinstance(item, CaughtUp) else [item.round] for item in items]
 
     def _apply(self, arrivals: Sequence[Sequence[Any]], state: TrainState, step: int) -> tuple[TrainState, int]:
         """Apply what the first process has announced, and all processes place."""
@@ -262,7 +261,7 @@ class IslandSteps:
         for (round, *position), item in zip(arrivals, items, strict=True):
             with self._exposed():
                 if position:
-                    caught_up = item if isinstance(item, CaughtUp) else CaughtUp(round, position[0], {}, position[1])
+                    caught_up = item if isinstance(item, CaughtUp) else CaughtUp(round, position[0], {})
                     state, step = self.caught_up(caught_up)
                 else:
                     assert item is None or isinstance(item, Correction)

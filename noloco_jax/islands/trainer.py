@@ -32,7 +32,6 @@ def train_island(config: TrainConfig, place: Place | None, flags: argparse.Names
         flags.name,
         credentials,
         flags.pace,
-        flags.catch_up,
         flags.linger,
         None if flags.listen is None else parse_address(flags.listen),
         None if flags.address is None else parse_dialled(flags.address),

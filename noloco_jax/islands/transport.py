@@ -258,7 +258,7 @@ class Listener:
     async def _exchange(self, requests: Any, context: Any) -> None:
         async with self._call(context) as name:
             with contextlib.suppress(Broken):
-                await self._node.exchange_called(name, _Incoming(context))
+                await self._node.meetings.called(name, _Incoming(context))
 
     async def _greet(self, greeting: pb.Greeting, context: Any) -> pb.Status:
         async with self._call(context, greets=True) as name:

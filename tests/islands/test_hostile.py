@@ -9,8 +9,8 @@ import pytest
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import SILENT_SECONDS, Broken
 from noloco_jax.islands.meetings import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS
-from noloco_jax.islands.node import ROSTER_SECONDS
 from noloco_jax.islands.roster import BadRosterError
+from noloco_jax.islands.view import ROSTER_SECONDS
 from support.island_world import Sea, participation
 from support.virtual_time import run_virtual
 

@@ -12,7 +12,7 @@ from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import TrainConfig, from_dict, save_config
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
-from noloco_jax.islands.membership import fresh, write_incarnation
+from noloco_jax.islands.membership import write_incarnation
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
@@ -36,7 +36,7 @@ def saved(folder: Path, replica: int, config: TrainConfig = CONFIG, value: float
     save_config(config, folder)
     write_incarnation(folder, 1)
     with Checkpointer(folder, config) as checkpoints:
-        checkpoints.save(7, state, {0: {"replica": replica, "source": {}}}, sync_state=fresh(replica))
+        checkpoints.save(7, state, {0: {"replica": replica, "source": {}}}, sync_state={"round": replica})
     return [np.asarray(x[0]) for x in jax.tree.leaves(state.params)]
 
 

@@ -31,7 +31,6 @@ address = "paris.example.org:7070"
 [[island]]
 name = "berlin-2"
 address = "[2001:db8::7]:7071"
-comment = "the one with eight GPUs"
 """
 
 
@@ -66,7 +65,7 @@ def test_loopback_addresses_are_those_that_no_other_machine_reaches(host, is_loo
 
 def test_the_digest_of_founders_depends_only_on_the_names_and_their_order(tmp_path):
     founders = read_roster(write_roster(tmp_path, RIGHT)).founders
-    same = RIGHT.replace("eight", "nine").replace("paris.example.org:7070", "10.0.0.7:7000")
+    same = RIGHT.replace("paris.example.org:7070", "10.0.0.7:7000")
     assert read_roster(write_roster(tmp_path, same)).founders == founders
     head, first, second = RIGHT.split("[[island]]")
     for other in (
@@ -98,7 +97,6 @@ def test_the_digest_of_founders_depends_only_on_the_names_and_their_order(tmp_pa
         ("paris.example.org", "10.0.0.300", "'10.0.0.300' is neither a DNS name nor an IP address"),
         ("paris.example.org", "https://paris", "is no address"),
         ('"paris.example.org:7070"', "7070", '[[island]] 1: address = 7070: give "host:port"'),
-        ('"the one with eight GPUs"', "8", "[[island]] 2: comment = 8: give a text"),
         ("[[island]]", "[island]", "is not TOML"),
         ('run = "c4-125m"', "run = c4", "is not TOML"),
     ],

@@ -118,7 +118,7 @@ class _Network:
 
         async def serve() -> None:
             try:
-                await there.node.exchange_called(self._me, theirs)
+                await there.node.meetings.called(self._me, theirs)
             except Broken:
                 pass
             finally:
@@ -223,14 +223,14 @@ class Sim:
     async def weights(self, kind: int) -> bytes:
         return self.slow.tobytes()
 
-    async def position(self, kind: int) -> pb.Position:
+    async def position(self) -> pb.Position:
         return pb.Position(round=self.node.round, step=self.step, has_averaged=self.node.has_averaged)
 
-    async def received(self, kind: int, data: bytes, position: pb.Position) -> CaughtUp:
+    async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
         values = np.frombuffer(data)
         if not np.isfinite(values).all():
             raise Unfit("weights that are not finite")
-        return CaughtUp(position.round, position.step, {0: values}, False)
+        return CaughtUp(position.round, position.step, {0: values})
 
     def take_state(self, state: CaughtUp) -> None:
         self.inbox = [state]

@@ -36,8 +36,9 @@ class Echo:
         self.is_silent = False
         self.pieces, self.piece_bytes = 1, 3
         self.ended = asyncio.Event()  # of a call for weights
+        self.meetings = self
 
-    async def exchange_called(self, name: str, stream: Any) -> None:
+    async def called(self, name: str, stream: Any) -> None:
         self.callers.append(name)
         while True:
             frame = await stream.receive()
