@@ -107,13 +107,8 @@ def test_sparse_messages_are_gathered_in_uint8():
 @pytest.mark.parametrize("program", ["inner_step", "outer_step"])
 @pytest.mark.parametrize(
     ("mesh", "model", "num_replicas"),
-    [
-        ({}, TINY, 8),
-        ({"fsdp": 2}, TINY, 4),
-        ({"fsdp": 2, "tensor": 2}, LLAMA, 2),
-        ({"stage": 2, "tensor": 2}, LLAMA, 2),
-    ],
-    ids=["whole", "fsdp", "fsdp and tensor", "stages and tensor"],
+    [({"fsdp": 2, "tensor": 2}, LLAMA, 2), ({"stage": 2, "tensor": 2}, LLAMA, 2)],
+    ids=["fsdp and tensor", "stages and tensor"],
 )
 def test_xla_adds_no_collective_across_replicas(program, mesh, model, num_replicas):
     """Only messages between stages and those of outer steps cross; what XLA adds stays inside a replica."""
@@ -126,7 +121,7 @@ def test_xla_adds_no_collective_across_replicas(program, mesh, model, num_replic
 
 @pytest.mark.parametrize(
     ("mesh", "group_size", "wire"),
-    [({"fsdp": 2}, 4, "float32"), ({"tensor": 2}, 3, "int8"), ({"fsdp": 2, "tensor": 2}, 2, "int4")],
+    [({"tensor": 2}, 3, "int8"), ({"fsdp": 2, "tensor": 2}, 2, "int4")],
 )
 def test_sharded_arrays_are_encoded_without_communication_inside_replicas(mesh, group_size, wire):
     """Every device has whole blocks of hidden states, as in all but tiny models."""

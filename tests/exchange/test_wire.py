@@ -13,9 +13,8 @@ from noloco_jax.exchange.blocks import pack, unpack
 from noloco_jax.exchange.wire import WIRES, from_code, to_code
 from support.exchanges import exchange_of
 from support.layouts import axis_of, over_replicas, random_tree, state_at_start
+from support.oracle import BITS, ROUNDED, grid_steps, noloco_step
 from support.oracle import group_mean as oracle_mean
-from support.oracle import noloco_step
-from support.wires import BITS, ROUNDED, grid_steps
 
 PAIRS = [[0, 3], [1, 2], [4, 6], [5, 7]]
 

@@ -51,7 +51,7 @@ PASSES = pytest.mark.parametrize("one_pass", [False, True], ids=["two_passes", "
 
 
 @PASSES
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 6, 9, 12, 10**6])
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 9, 10**6])
 def test_sum_count_and_gradients_match_the_softmax_for_every_chunk_size(inputs, chunk_tokens, one_pass):
     def scaled(h_BTD, kernel_DV, labels_BT):
         nll_sum, num_tokens = token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=chunk_tokens, one_pass=one_pass)
@@ -68,7 +68,7 @@ def test_sum_count_and_gradients_match_the_softmax_for_every_chunk_size(inputs, 
 
 
 @PASSES
-@pytest.mark.parametrize("vocab_multiple", [V, 8, 64])
+@pytest.mark.parametrize("vocab_multiple", [8, 64])
 def test_zero_columns_after_the_vocabulary_change_nothing(inputs, vocab_multiple, one_pass):
     options = {"chunk_tokens": 9, "vocab_multiple": vocab_multiple, "one_pass": one_pass}
 
@@ -84,7 +84,7 @@ def test_zero_columns_after_the_vocabulary_change_nothing(inputs, vocab_multiple
 
 
 @PASSES
-@pytest.mark.parametrize(("num_shards", "vocab_multiple"), [(2, 1), (4, 1), (4, 8)])
+@pytest.mark.parametrize(("num_shards", "vocab_multiple"), [(2, 1), (4, 8)])
 def test_a_column_sharded_kernel_has_the_loss_and_the_gradients_of_the_whole(
     inputs, num_shards, vocab_multiple, one_pass
 ):
@@ -144,12 +144,6 @@ def test_logits_of_a_vocabulary_sharded_by_the_partitioner_are_never_gathered(on
     assert vocab_size // num_shards in logits and vocab_size not in logits
 
 
-def test_the_value_without_a_gradient_is_the_same(inputs):
-    nll_sum, num_tokens = jax.jit(functools.partial(token_nll, chunk_tokens=7))(*as_float32(inputs))
-    np.testing.assert_allclose(nll_sum, oracle(*inputs)[0], rtol=1e-6)
-    assert num_tokens == oracle(*inputs)[1]
-
-
 @pytest.mark.parametrize("differentiated", [False, True], ids=["value", "gradient"])
 def test_no_array_is_larger_than_a_chunks_logits(inputs, differentiated):
     def nll_sum(h_BTD, kernel_DV, labels_BT):
@@ -195,7 +189,7 @@ def with_columns_of_no_token(one_pass):
 
 
 @PASSES
-@pytest.mark.parametrize("label", [-1, -99, -101, V, V + 1000, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("label", [-1, V, 2**31 - 1, -(2**31)])
 def test_a_label_that_is_no_token_makes_loss_and_gradient_nan(inputs, label, one_pass):
     arguments = [np.asarray(x) for x in as_float32(inputs)]
     arguments[2] = arguments[2].copy()
@@ -217,7 +211,7 @@ def of_nine_tokens():
     return lambda batch: jax.tree.map(np.asarray, value_and_grad(params, batch))
 
 
-@pytest.mark.parametrize("token", [-1, 9, 500, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("token", [-1, 9, -(2**31), 2**31 - 1])
 def test_a_token_outside_the_vocabulary_makes_loss_and_gradient_nan(of_nine_tokens, token):
     ids_BT = np.arange(8, dtype=np.int32).reshape(2, 4)
     batch = {"input_ids": ids_BT, "labels": ids_BT + 1}

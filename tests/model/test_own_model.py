@@ -8,7 +8,6 @@ import itertools
 
 import jax
 import numpy as np
-import pytest
 
 from noloco_jax.config import MeshConfig, TrainConfig
 from noloco_jax.model import kind
@@ -27,19 +26,18 @@ def own(config: TrainConfig, kind: str = KIND) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, kind=kind))
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_the_loss_falls_alike_on_one_device_and_with_replicas_sharded(optimizer):
-    whole = losses(own(dataclasses.replace(modes.CONFIG, mesh=MeshConfig(replica=1))), 1, optimizer=optimizer)
+def test_the_loss_falls_alike_on_one_device_and_with_replicas_sharded():
+    whole = losses(own(dataclasses.replace(modes.CONFIG, mesh=MeshConfig(replica=1))), 1, optimizer="muon")
     cube = own(dataclasses.replace(modes.CONFIG, mesh=MeshConfig(replica=2, fsdp=2, tensor=2)))
     assert all(later < earlier for earlier, later in itertools.pairwise(whole.mean(axis=1)))
-    np.testing.assert_allclose(losses(cube, 8, optimizer=optimizer), whole, rtol=1e-5)
+    np.testing.assert_allclose(losses(cube, 8, optimizer="muon"), whole, rtol=1e-5)
 
 
 def test_stages_on_their_own_devices_train_like_stages_on_one():
     config = own(dataclasses.replace(modes.CONFIG, num_microbatches=2), LAYERED)
     found = [
-        losses(dataclasses.replace(config, mesh=MeshConfig(replica=replica, stage=2, routing="random")), num_devices)
-        for replica, num_devices in ((4, 8), (1, 1))
+        losses(dataclasses.replace(config, mesh=MeshConfig(replica=1, stage=2, routing="random")), num_devices)
+        for num_devices in (2, 1)
     ]
     np.testing.assert_allclose(*found, rtol=1e-5)
 
@@ -66,11 +64,3 @@ def test_the_readmes_model_trains_by_its_name_alone(config):
     workdir = processes.trained(config, "readme", *flags, folders=[folder])
     perplexities = [line["perplexity"] for line in processes.metrics(workdir) if line["kind"] == "eval"]
     assert page == "noloco_jax/README.md" and perplexities[-1] < 0.5 * 259
-
-
-def test_a_wrong_kind_is_refused_in_one_line_before_any_data_are_read(config):
-    [(status, output)] = processes.run(
-        config, config.parent / "wrong", "--config.model.kind=no_such:Model", "--config.data.path=no_such_folder"
-    )
-    assert status == 2
-    assert "model.kind='no_such:Model': no_such cannot be imported" in output

@@ -20,6 +20,7 @@ from support.paths import SHARED
 TOKENIZERS = SHARED / "data" / "tokenizers"
 # Letters with accents of their own, which NFC composes, and what pre-tokenizers split in different ways.
 TEXTS = ["abc def", "cafe\u0301 nai\u0308ve", " two  spaces\n\nx 12345", "\u65e5\u672c \U0001f98a"]
+BPES = ("c4_bpe_4096", "mistral_v1")
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -35,13 +36,13 @@ print(json.dumps([tokenizer(text, add_special_tokens=False)["input_ids"] for tex
 """
 
 
-@pytest.fixture(params=["byte", "c4_bpe_4096", "mistral_v1"])
-def name(request):
-    if request.param == "byte":
-        return request.param
-    if not (TOKENIZERS / request.param).is_dir():
+def found(name):
+    """Return a tokenizer's name or folder; the test skips where it is not there."""
+    if name == "byte":
+        return name
+    if not (TOKENIZERS / name).is_dir():
         pytest.skip("needs ../shared/data/tokenizers")
-    return str(TOKENIZERS / request.param)
+    return str(TOKENIZERS / name)
 
 
 @functools.cache
@@ -71,22 +72,31 @@ def ids_of_texts(name):
     return [trained_with(name).encode(text).tolist() for text in TEXTS]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, "byte") for family in FAMILIES),
+        *(("llama", name) for name in BPES),
+        *(("qwen2", name) for name in BPES),
+    ],
+)
 def test_transformers_makes_the_ids_of_training(family, name, tmp_path):
+    name = found(name)
     loaded = AutoTokenizer.from_pretrained(export(tmp_path / "m", name, family))
     bos = trained_with(name).bos_id
     assert [loaded(text)["input_ids"] for text in TEXTS] == [[bos, *ids] for ids in ids_of_texts(name)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("family", "name"), [("llama", "mistral_v1"), ("llama", "byte"), ("qwen2", "c4_bpe_4096")])
 def test_versions_of_transformers_before_5_know_the_names_in_a_tokenizer_configuration(family, name, tmp_path):
     """4.57.6 loads such folders; it lacks the class TokenizersBackend and fails on a list of `extra_special_tokens`."""
-    saved = json.loads((export(tmp_path / "m", name, family) / "tokenizer_config.json").read_bytes())
+    saved = json.loads((export(tmp_path / "m", found(name), family) / "tokenizer_config.json").read_bytes())
     assert saved["tokenizer_class"] in ("PreTrainedTokenizerFast", "LlamaTokenizer")
     assert isinstance(saved.get("extra_special_tokens", {}), dict)
 
 
-def test_own_commands_make_the_ids_of_training_from_a_qwen2_folder(name, tmp_path):
+def test_own_commands_make_the_ids_of_training_from_a_qwen2_folder(tmp_path):
+    name = found("c4_bpe_4096")
     assert makes_same_ids(load_tokenizer(str(export(tmp_path / "m", name))), trained_with(name))
 
 

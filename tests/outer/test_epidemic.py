@@ -12,7 +12,7 @@ import pytest
 import noloco_jax as nj
 from noloco_jax.outer.rule import OuterState
 from support.layouts import assert_trees_close, axis_of, over_replicas
-from support.wires import ROUNDED
+from support.oracle import ROUNDED
 
 N = 8
 SIZES = [(2, 1), (5, 2), (6, 3), (8, 3), (8, 7), (96, 7), (100, 1)]

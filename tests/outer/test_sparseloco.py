@@ -18,7 +18,7 @@ from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import OuterState, Outgoing
 from noloco_jax.wires import CHUNK
 from support.layouts import axis_of, every_layout, over_replicas, some_devices
-from support.wires import ROUNDED
+from support.oracle import ROUNDED
 
 N = 8
 SHAPES = {"scalar": (), "norm": (33,), "matrix": (130, 70)}  # chunks of eight rows, the last of two

@@ -95,8 +95,7 @@ def test_a_correction_is_awaited_only_when_it_is_due():
     assert waiting == [0, 0, 0, 1, 1, 1, 0, 1, 1]
 
 
-@pytest.mark.parametrize("replica", [1, 2], ids=["collective", "background"])
-@pytest.mark.parametrize("outer", [{}, {"delay": 2}], ids=["at once", "late"])
+@pytest.mark.parametrize(("replica", "outer"), [(1, {}), (1, {"delay": 2}), (2, {"delay": 2})])
 def test_the_host_waits_for_outer_steps_once_in_log_every_steps(monkeypatch, replica, outer):
     """An outer step of a fragment follows each inner step; in between, programs are dispatched ahead of the devices."""
     outer = OuterConfig(sync_every=4, fragments=4, **outer)

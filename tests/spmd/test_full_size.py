@@ -14,8 +14,7 @@ def shapes(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-@pytest.mark.parametrize("size", ["125m", "1b", "7b"])
+@pytest.mark.parametrize(("size", "num_devices"), [("125m", 8), ("1b", 1), ("7b", 8)])
 def test_every_program_accepts_a_state_beyond_32_bit_sizes(size, num_devices):
     config = from_dict(load_config(str(CONFIGS / f"c4_{size}.py"), []))
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))

@@ -23,8 +23,6 @@ from support.initial import initial_state
 
 NUM_STEPS, SYNC_EVERY = 6, 2
 VIRTUAL = MeshConfig(replica=1)
-# Low optimization compiles quickly; the long timeout lets eight devices share few, busy cores.
-OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_collective_call_terminate_timeout_seconds": 600}
 CONFIG = TrainConfig(
     num_replicas=8,
     num_steps=NUM_STEPS,
@@ -67,10 +65,9 @@ def train(model: ModelConfig, method: str, outer: OuterConfig, mesh: MeshConfig)
 
 @functools.cache
 def _compiled(devices: tuple, config: TrainConfig, *only: str) -> Programs:
-    options = OPTIONS if devices[0].platform == "cpu" else None
     with jax.numpy_rank_promotion("allow"):
         programs = build_programs(config, make_mesh(config, list(devices)))
-        return compile_programs(config, programs, only=only, options=options)
+        return compile_programs(config, programs, only=only)
 
 
 def _train_on(devices: tuple, config: TrainConfig) -> Run:
@@ -119,8 +116,6 @@ CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
 # Inner steps of a Llama, heads and all, and outer steps of every method.
 LAYOUTS = {
     "llama-cube": ((LLAMA, "noloco", WHOLE), CUBE),
-    "devices": ((TINY, "noloco", WHOLE), MeshConfig(replica=8)),
-    "slots": ((TINY, "noloco", WHOLE), MeshConfig(replica=4)),
     "diloco-fsdp": ((TINY, "diloco", WHOLE), MeshConfig(replica=4, fsdp=2)),
     "diloco-int4-cube": ((TINY, "diloco", OuterConfig(sync_every=SYNC_EVERY, wire="int4")), CUBE),
     "epidemic-slots": ((TINY, "epidemic", WHOLE), MeshConfig(replica=4)),

@@ -32,7 +32,6 @@ from support.layouts import some_devices
 from support.training_islands import NAMES, World
 
 PyTree = Any
-OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_collective_call_terminate_timeout_seconds": 600}
 
 
 class Block(nnx.Module):
@@ -68,7 +67,7 @@ def own_loop(config: TrainConfig) -> PyTree:
     make_outer, schedule = method_of(config).outer_optimizer, schedule_of(config)
     assert make_outer is not None and schedule is not None
     outer = make_outer(config, "replica", fragments_of(config.model, config.outer.fragments))
-    update = jax.jit(jax.vmap(outer.update, axis_name="replica"), compiler_options=OPTIONS)
+    update = jax.jit(jax.vmap(outer.update, axis_name="replica"))
     params: Any = init_params(config.model, jax.random.key(0))
     params = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], config.num_replicas, 0), params)
     state: Any = jax.vmap(outer.init)(params)
@@ -116,7 +115,7 @@ def programs_of(config: TrainConfig) -> Programs:
     exchanging = () if is_in_background(config, mesh) else ("outer_step",)
     with jax.numpy_rank_promotion("allow"):
         needed = (*exchanging, "correct_step")
-        return compile_programs(config, build_programs(config, mesh), only=needed, options=OPTIONS)
+        return compile_programs(config, build_programs(config, mesh), only=needed)
 
 
 def syncs_of(config: TrainConfig, programs: Programs) -> Callable[[], CollectiveSync]:

@@ -103,7 +103,7 @@ def test_every_text_has_a_line_in_the_format_of_its_name(run, tmp_path, capsys):
     assert int(found[2][2]) == 3
 
 
-def test_a_folder_of_files_is_read_whole_in_the_run_s_format(run, config, tmp_path, capsys):
+def test_a_folder_of_files_is_read_whole_in_the_run_s_format(run, tmp_path, capsys):
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps({"body": text}))
     (row,) = rows(capsys, f"--workdir={run[0]}", "--replica=0", f"--data={tmp_path}", "--text_column=body")
@@ -203,10 +203,9 @@ def test_data_that_have_changed_since_training_are_told(text_run, capsys):
 
 def test_a_text_is_one_document_whatever_the_sequence_length_and_the_tokenizer(run, folder, text_run, capsys):
     flags = [f"--data={text_run / 'book.txt'}", "--tokens=1000000"]
-    for model in ([f"--workdir={run[0]}"], [f"--model={folder}", "--tokenizer=byte"]):
-        for length in (16, 48):
-            (row,) = rows(capsys, *model, *flags, f"--sequence_length={length}")
-            assert row[2] == "51,201"
+    for length, model in ((16, [f"--workdir={run[0]}"]), (48, [f"--model={folder}", "--tokenizer=byte"])):
+        (row,) = rows(capsys, *model, *flags, f"--sequence_length={length}")
+        assert row[2] == "51,201"
 
 
 def test_of_files_named_after_splits_those_of_validation_are_read(run, tmp_path, capsys):

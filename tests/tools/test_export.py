@@ -199,17 +199,6 @@ def test_transformers_finds_model_config_and_tokenizer_of_a_run(tmp_path):
     assert prompted_with(tmp_path / "out", "A day at sea.") == tokenizer("A day at sea.")["input_ids"]
 
 
-@pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
-def test_a_tokenizer_in_the_home_folder_is_exported(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(TOKENIZER.parent))
-    model = dataclasses.replace(CONFIG.model, vocab_size=4096)
-    data = dataclasses.replace(CONFIG.data, tokenizer=f"~/{TOKENIZER.name}")
-    make_run(tmp_path / "run", dataclasses.replace(CONFIG, model=model, data=data))
-    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
-    written, given = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path / "out", TOKENIZER))
-    assert written["model"]["vocab"] == given["model"]["vocab"]
-
-
 def test_a_runs_tokenizer_is_found_from_another_folder_and_named_where_it_is_gone(tmp_path, monkeypatch):
     """Its path was relative; the first run has a copy of it, the second is from before its first save of one."""
     config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, tokenizer="tokenizer"))

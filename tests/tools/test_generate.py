@@ -14,9 +14,6 @@ from noloco_jax.generate import command as generate
 from noloco_jax.model import decode
 from noloco_jax.model.huggingface import save_folder
 from support.model_makers import make_run, random_params
-from support.paths import SHARED
-
-TOKENIZER = SHARED / "data" / "tokenizers" / "c4_bpe_4096"
 
 CONFIG = TrainConfig(
     num_replicas=2,
@@ -69,16 +66,6 @@ def test_a_folder_continues_the_prompt_and_the_seed_decides_the_draws(folder, ca
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
-def test_a_folder_is_read_with_its_own_tokenizer(tmp_path, capsys):
-    model = dataclasses.replace(CONFIG.model, vocab_size=4096)
-    save_folder(
-        tmp_path / "m", random_params(model), model, str(TOKENIZER), max_position_embeddings=64, bos_id=256, eos_id=257
-    )
-    text = printed(capsys, f"--model={tmp_path / 'm'}", "--prompt=Once upon a time", "--max_new_tokens=3")
-    assert text.startswith("Once upon a time")
-
-
 def test_an_empty_prompt_starts_from_the_beginning_of_text(folder, capsys):
     text = printed(capsys, f"--model={folder}", "--tokenizer=byte", "--max_new_tokens=9")
     assert text == continuation(random_params(CONFIG.model), "")
@@ -125,21 +112,11 @@ def test_more_tokens_than_a_training_sequence_warn(run, folder, capsys, source):
         printed(capsys, *flags, f"--prompt={prompt}", "--max_new_tokens=3")
 
 
-def test_a_folder_without_tokenizer_asks_for_one(folder):
-    with pytest.raises(UserError, match="has no tokenizer: give --tokenizer"):
-        generate.main([f"--model={folder}"])
-
-
 def test_a_model_smaller_than_the_tokenizer_is_refused(tmp_path):
     model = dataclasses.replace(CONFIG.model, vocab_size=100)
     save_folder(tmp_path / "m", random_params(model), model, max_position_embeddings=64, bos_id=256, eos_id=257)
     with pytest.raises(UserError, match=r"vocab_size=100 is smaller than the 259 ids"):
         generate.main([f"--model={tmp_path / 'm'}", "--tokenizer=byte"])
-
-
-def test_a_missing_replica_is_refused(run):
-    with pytest.raises(UserError, match="replica 2 does not exist: the run has 0 to 1"):
-        generate.main([f"--workdir={run[0]}", "--replica=2"])
 
 
 def test_a_run_on_token_ids_asks_for_a_tokenizer(tmp_path, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import ROOT, TOOLS
 
 
 def name_of(path: Path) -> str:
@@ -37,18 +37,7 @@ def room(module: str) -> str:
 # Packages from the top down: a package imports those below it alone. Modules beside the packages are checked by
 # `test_there_are_no_circular_imports`.
 LAYERS = (
-    (
-        "bench",
-        "compare",
-        "communication",
-        "simulate",
-        "evaluate",
-        "export",
-        "generate",
-        "tokenize",
-        "examples",
-        "island",
-    ),
+    ({*TOOLS} - {"train"}) | {"examples"},
     ("islands",),
     ("train",),
     ("checkpoint", "metrics"),
