@@ -13,8 +13,7 @@ from noloco_jax.exchange.wire import wire_of
 from noloco_jax.outer.rule import Outgoing
 from support.exchanges import LAST
 from support.layouts import Layout, axis_of, over_replicas, state_at_start
-from support.oracle import diloco_step
-from support.wires import BITS, ROUNDED, grid_steps
+from support.oracle import BITS, ROUNDED, diloco_step, grid_steps
 
 N = 8
 LAYOUTS: tuple[Layout, ...] = (N, (8, 1), (4, 2), (1, 8))
