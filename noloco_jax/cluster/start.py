@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -115,26 +114,29 @@ def _check_same(values: Mapping[str, Any]) -> None:
     """Raise `UserError`, on every process, if one has other values than process 0; it names the first that differs."""
     # Not `jax.process_index`, which would make the devices.
     client: Any = distributed.global_state.client
+    process, milliseconds = distributed.global_state.process_id, int(1000 * _COMPARE_SECONDS)
     texts = {name: repr(value) for name, value in values.items()}
-    content = json.dumps([socket.gethostname(), texts])
-    own = f"noloco_jax/same/{{}}/{distributed.global_state.process_id}"
-    client.key_value_set(own.format("values"), content)
-    client.key_value_set(own.format("digests"), hashlib.sha256(json.dumps(texts).encode()).hexdigest())
-    client.wait_at_barrier("noloco_jax/values", int(1000 * _COMPARE_SECONDS))
-    digests = {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get("noloco_jax/same/digests")}
-    others = sorted(process for process, digest in digests.items() if digest != digests[0])
-    if not others:
-        return
-    (first, mine), (host, theirs) = (
-        json.loads(client.blocking_key_value_get(f"noloco_jax/same/values/{process}", int(1000 * _COMPARE_SECONDS)))
-        for process in (0, others[0])
-    )
-    client.wait_at_barrier("noloco_jax/compared", int(1000 * _COMPARE_SECONDS))
-    name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
-    raise UserError(
-        f"process {others[0]} on {host} has {name}={theirs.get(name, 'no value')}, process 0 on {first} has "
-        f"{mine.get(name, 'no value')}: make them the same"
-    )
+    client.key_value_set(f"noloco_jax/same/{process}", json.dumps([socket.gethostname(), texts]))
+    client.wait_at_barrier("noloco_jax/values", milliseconds)
+    if process == 0:
+        told = client.key_value_dir_get("noloco_jax/same")
+        by_process = {int(key.rpartition("/")[2]): json.loads(value) for key, value in told}
+        client.key_value_set("noloco_jax/difference", json.dumps(_difference(by_process)))
+    if difference := json.loads(client.blocking_key_value_get("noloco_jax/difference", milliseconds)):
+        raise UserError(f"{difference}: make them the same")
+
+
+def _difference(by_process: Mapping[int, tuple[str, Mapping[str, str]]]) -> str:
+    """Return which process has another value than process 0, and of what; "" if none has."""
+    first, mine = by_process[0]
+    for process, (host, theirs) in sorted(by_process.items()):
+        for name in {**mine, **theirs}:
+            if mine.get(name) != theirs.get(name):
+                return (
+                    f"process {process} on {host} has {name}={theirs.get(name, 'no value')}, process 0 on {first} has "
+                    f"{mine.get(name, 'no value')}"
+                )
+    return ""
 
 
 def end_with_status_on_abort(line: str, status: int = 1) -> None:

@@ -56,7 +56,7 @@ def workdir_locked(workdir: Path, processes: Processes, *, force: bool) -> Itera
 
 
 class WorkdirLock:
-    """Lock of a folder as a context, by `LOCK_FILE`: a file that names the holder and is deleted at the end.
+    """Lock of a folder as a context, by `LOCK_FILE`: a file that names the holder, and is empty without one.
 
     The kernel's `flock` of the file decides. It ends with its process, however that ends. As some shared file systems
     do not pass it on to other machines, a lock that names another machine is refused although it may be free.
@@ -67,63 +67,45 @@ class WorkdirLock:
     """
 
     def __init__(self, workdir: Path, *, force: bool = False):
-        self._workdir, self._path, self._force = workdir, workdir / LOCK_FILE, force
-        self._file = -1
+        self._workdir, self._force = workdir, force
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> "WorkdirLock":
         self._workdir.mkdir(parents=True, exist_ok=True)
-        while not self._take():
-            pass
+        path = self._workdir / LOCK_FILE
+        with contextlib.suppress(FileNotFoundError):
+            holder = _parse(path.read_bytes())
+            if holder is not None and not holder.is_here:
+                if not self._force:
+                    raise UserError(
+                        f"{self._workdir} is locked by {holder}: wait for its end, or give --force_unlock once you "
+                        "know that it has ended"
+                    )
+                path.unlink()  # the file system may keep the lock of a machine that is gone
+        with contextlib.ExitStack() as opened:
+            try:
+                file = opened.enter_context(path.open("ab"))
+            except PermissionError as error:
+                raise UserError(
+                    f"{path} cannot be opened ({error.strerror}): it is of another user's trainer; give another "
+                    "--workdir"
+                ) from None
+            if try_lock(file.fileno()) is False:
+                raise UserError(
+                    f"{self._workdir} is in use by {_parse(path.read_bytes()) or 'a trainer'}: wait for its end, stop "
+                    "it, or give another --workdir"
+                )
+            now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            file.truncate(0)
+            file.write(json.dumps(Holder(socket.gethostname(), os.getpid(), now, _boot())._asdict()).encode())
+            file.flush()
+            os.fsync(file.fileno())  # NFS shows it to other machines only then
+            opened.callback(file.truncate, 0)
+            self._open = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self._path), os.fstat(self._file)):
-                self._path.unlink()
-        os.close(self._file)
-
-    def _take(self) -> bool:
-        """Take the lock; return False where its file has been deleted meanwhile."""
-        try:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        except PermissionError as error:
-            raise UserError(
-                f"{self._path} cannot be opened ({error.strerror}): it is of another user's trainer; give another "
-                "--workdir"
-            ) from None
-        try:
-            locked = try_lock(file)
-            holder = _parse(os.pread(file, 4096, 0))
-            if holder is not None and not holder.is_here and not self._force:
-                raise UserError(
-                    f"{self._workdir} is locked by {holder}: wait for its end, or give --force_unlock once you know "
-                    "that it has ended"
-                )
-            if locked is False:
-                if holder is None or holder.is_here:
-                    raise UserError(
-                        f"{self._workdir} is in use by {holder or 'a trainer'}: wait for its end, stop it, or give "
-                        "another --workdir"
-                    )
-                self._path.unlink(missing_ok=True)  # the file system keeps the lock of a machine that is gone
-                return False
-            if not self._is_at_path(file):  # its holder has just deleted it
-                return False
-            now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            line = json.dumps(Holder(socket.gethostname(), os.getpid(), now, _boot())._asdict()).encode() + b"\n"
-            os.pwrite(file, line, 0)  # before the end is cut off: readers take the first line
-            os.ftruncate(file, len(line))
-            os.fsync(file)  # NFS shows it to other machines only then
-            self._file, file = file, -1
-            return True
-        finally:
-            if file >= 0:
-                os.close(file)
-
-    def _is_at_path(self, file: int) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.stat(self._path), os.fstat(file))
-        return False
+        self._open.close()
 
 
 def try_lock(file: int) -> bool | None:
@@ -140,7 +122,7 @@ def try_lock(file: int) -> bool | None:
 def _parse(content: bytes) -> Holder | None:
     """Return the holder that a lock's file names; None for a file that is empty or damaged."""
     try:
-        return Holder(**json.loads(content.partition(b"\n")[0]))
+        return Holder(**json.loads(content))
     except (ValueError, TypeError):
         return None
 
