@@ -2,11 +2,10 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from noloco_jax.checkpoint.record import data_at_start
 from noloco_jax.checkpoint.trained_model import load_for_export, tokenizer_of
 from noloco_jax.config import DataConfig, ModelConfig, from_dict, load_saved
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
@@ -30,8 +29,6 @@ class GivenModel(NamedTuple):
       trained_length: tokens of its longest sequence in training; None if unknown.
       found_tokenizer: its tokenizer; None if unknown.
       without_tokenizer: why there is none, and what to do.
-      data_at_start: facts that told the data of its run from others at its last start, see `RunData.facts`; None if
-        unknown.
       seed: of its run, 0 of a folder.
       load: reads its weights while it is open, and returns what they are, for people, and the weights.
     """
@@ -41,7 +38,6 @@ class GivenModel(NamedTuple):
     trained_length: int | None
     found_tokenizer: Tokenizer | None
     without_tokenizer: str
-    data_at_start: Mapping[str, Any] | None
     seed: int
     load: Callable[[], tuple[str, Params]]
 
@@ -100,7 +96,6 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> GivenModel:
         trained_length=length,
         found_tokenizer=tokenizer,
         without_tokenizer=f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"',
-        data_at_start=None,
         seed=0,
         load=lambda: (str(args.model), load_params(folder, config)),
     )
@@ -125,7 +120,6 @@ def _of_run(args: argparse.Namespace, workdir: Path) -> GivenModel:
             f"the run in {args.workdir} read token ids, or its data are no longer there to tell: give --tokenizer, "
             'a name or folder, or "byte"'
         ),
-        data_at_start=data_at_start(workdir),
         seed=run.seed,
         load=load,
     )

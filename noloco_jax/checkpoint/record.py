@@ -1,19 +1,15 @@
-"""Records of a run in its checkpoints, the check that a configuration may resume from them, and its starts."""
+"""Records of a run in its checkpoints, the check that a configuration may resume from them."""
 
 import functools
 import importlib.metadata
-import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict
 from noloco_jax.data.tokenizers import copy_tokenizer
 from noloco_jax.errors import UserError
-from noloco_jax.files import write_whole
 
-HISTORY_FILE = "config.history.jsonl"
 TOKENIZER_FOLDER = "tokenizer"
 _PACKAGES = ("noloco_jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 
@@ -82,36 +78,7 @@ def version_changes(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def write_start(
-    config: TrainConfig, workdir: Path, step: int, changed: Sequence[Change], data: Mapping[str, Any]
-) -> None:
-    """Write config.json, and append a line on this start to config.history.jsonl, whose earlier lines are kept unread.
-
-    A tokenizer in a folder is copied to `TOKENIZER_FOLDER`, for tools that read the run from elsewhere or later.
-
-    A line has the time, the step that the run resumes from (0 for a new run), the changes since that checkpoint as
-    field -> [before, now], the versions, the whole configuration, and the facts that tell the data from others.
-    """
-    line = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": step,
-        "changed": {change.field: [change.before, change.now] for change in changed},
-        "versions": versions(),
-        "config": to_dict(config),
-        "data": dict(data),
-    }
-    history = workdir / HISTORY_FILE
-    former = history.read_bytes() if history.exists() else b""
-    if former and not former.endswith(b"\n"):
-        former += b"\n"  # an incomplete last line must not merge with the new one
-    write_whole(history, former + json.dumps(line).encode() + b"\n")
+def write_start(config: TrainConfig, workdir: Path) -> None:
+    """Write config.json, and copy a tokenizer in a folder, for tools that read the run from elsewhere or later."""
     copy_tokenizer(config.data.tokenizer, workdir / TOKENIZER_FOLDER)
     save_config(config, workdir)
-
-
-def data_at_start(workdir: Path) -> dict[str, Any] | None:
-    """Return the facts on the data of the last start in config.history.jsonl; None if there are none."""
-    try:
-        return json.loads((workdir / HISTORY_FILE).read_bytes().splitlines()[-1]).get("data")
-    except (FileNotFoundError, IndexError, ValueError):
-        return None

@@ -62,6 +62,7 @@ class Saved:
       version_changes: a line for every package whose version differs from then.
       totals: the run's totals.
       positions: data position of each replica.
+      source: facts that tell the run's data and tokenizer from others, see `RunData.facts`.
       sync_state: protocol state that an island saved with its weights; None for other runs.
       shape: sizes of its arrays.
       from_step: the step that its run had been told to go back to, or None.
@@ -84,7 +85,7 @@ class Saved:
             self.shape = SavedShape(*(run[name] for name in SavedShape._fields))
             self.from_step: int | None = run["from_step"]
             self.positions: list[dict[str, Any]] = [data[str(replica)] for replica in range(len(data))]
-            self._tokenizer = run["source"].get("tokenizer")  # None if the data were token ids
+            self.source: Mapping[str, Any] = run["source"]
         self.changes: list[Change] = record.permitted_changes(self.config, config, str(self.folder.parent))
 
     def _read(self, item: str) -> dict[str, Any]:
@@ -95,10 +96,11 @@ class Saved:
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise `UserError` if the run was trained with another tokenizer, compared by fingerprint."""
-        if self._tokenizer not in (None, tokenizer.fingerprint):
+        trained_with = self.source.get("tokenizer")  # None if the data were token ids
+        if trained_with not in (None, tokenizer.fingerprint):
             raise UserError(
                 f"the tokenizer {tokenizer.name!r} is not the one that the run in {self.folder.parents[1]} was trained "
-                f"with (fingerprint {self._tokenizer}, now {tokenizer.fingerprint}): restore its files, or name it"
+                f"with (fingerprint {trained_with}, now {tokenizer.fingerprint}): restore its files, or name it"
             )
 
     def verify(self) -> str:

@@ -1,6 +1,6 @@
 """One model of a run: its weights from the newest checkpoint, its tokenizer, and the folder that it is exported to."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,12 @@ def load_for_export(
     checkpointer.close()
     of = f"the mean of {num_replicas} replicas" if num_replicas > 1 else "its only replica"
     return jax.tree.map(lambda x: x[0], params), of if replica is None else f"replica {replica}"
+
+
+def data_facts(workdir: Path) -> Mapping[str, Any]:
+    """Return the facts on the data of a run's newest checkpoint, see `RunData.facts`; empty if there is none."""
+    with Checkpointer(workdir, load_saved(workdir), read_only=True) as checkpoints:
+        return checkpoints.read_newest(lambda saved: {} if saved is None else saved.source)
 
 
 def tokenizer_of(data: DataConfig, workdir: Path | None, given: str | None = None) -> Tokenizer | None:

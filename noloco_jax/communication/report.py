@@ -15,7 +15,6 @@ from noloco_jax.spmd.background import background_arguments, build_background, i
 from noloco_jax.spmd.compile import PROGRAMS, arguments_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
-from noloco_jax.spmd.shared_batch import spans_processes
 from noloco_jax.spmd.traffic import Collective, bytes_sent, collectives_of
 
 _EXCHANGES = ("outer_step", "exchange")  # of the devices, or over the hosts
@@ -40,19 +39,18 @@ class Report:
     collectives: dict[str, list[Collective]]
 
 
-def inspect_run(config: TrainConfig, devices: list, *, num_processes: int = 1) -> Report:
+def inspect_run(config: TrainConfig, devices: list) -> Report:
     """Trace a run's programs and read their collectives; nothing is compiled or put on a device.
 
     Args:
       config: the run.
       devices: of the run.
-      num_processes: of the run, which have as many of the devices each.
 
     Raises:
       UserError: if the run does not fit the devices.
     """
     mesh = make_mesh(config, devices)
-    programs = build_programs(config, mesh, shares_batches=spans_processes(mesh, len(devices) // num_processes))
+    programs = build_programs(config, mesh)
     traced: dict[str, tuple[Any, tuple[Any, ...]]] = {
         name: (getattr(programs, name), arguments_of(programs)[name]) for name in PROGRAMS
     }

@@ -15,7 +15,7 @@ from noloco_jax.storage.addresses import is_remote, list_files
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 # Files of a run's workdir, the second from before its data are opened, and of the folder of a comparison of runs.
-_OF_RUNS = ("config.history.jsonl", "trainer.lock", "comparison.lock")
+_OF_RUNS = ("metrics.jsonl", "trainer.lock", "comparison.lock")
 HELD_OUT_EVERY = 50
 
 # The names by which Hugging Face's `datasets` knows the splits of a folder of files.

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, opened_model
+from noloco_jax.checkpoint.trained_model import data_facts
 from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
 from noloco_jax.data import RunData, Tokenizer
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
@@ -139,14 +140,14 @@ def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
         counted = None if tokenizer is None else _CountingTokenizer(tokenizer)
         documents = open_source(data, validation=True, seed=0, vocab_size=vocab_size, group=group)
         texts.append(_Text(f"validation of {group}", documents, counted))
-    if model.data_at_start is not None and not all(data.validation_path for data in sources.values()):
+    if not all(data.validation_path for data in sources.values()):
         now = RunData(model.data, seed=model.seed, vocab_size=vocab_size).facts(tokenizer)
-        changed = [name for name, fact in now.items() if model.data_at_start.get(name) != fact]
+        then = data_facts(args.workdir)
+        changed = [name for name in then if then[name] != now.get(name)]
         if changed:
             tell(
-                f"warning: the data are not those that the run last trained on ({changed[0]}: "
-                f"{model.data_at_start.get(changed[0])!r} then, {now[changed[0]]!r} now): some of what is evaluated on "
-                "may have been trained on"
+                f"warning: the data are not those that the run last trained on ({changed[0]}: {then[changed[0]]!r} "
+                f"then, {now.get(changed[0])!r} now): some of what is evaluated on may have been trained on"
             )
     return texts
 

@@ -150,7 +150,7 @@ def train(
 
         # Train.
         if jax.process_index() == 0:
-            write_start(run_config, workdir, start, saved.changes if saved else [], streams.source)
+            write_start(run_config, workdir)
         with (
             _open_metrics(workdir, saved and start, wandb_project, mode, to_dict(config)) as metrics,
             Progress(config.num_steps, start_step=start, log_every=config.log_every, console=console) as progress,

@@ -1,4 +1,4 @@
-"""Settings that a run may change on resume, and the history of its starts."""
+"""Settings that a run may change on resume, and records of runs."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,6 @@ import pytest
 
 from noloco_jax.checkpoint import record
 from noloco_jax.checkpoint.record import (
-    data_at_start,
     make_record,
     permitted_changes,
     version_changes,
@@ -107,24 +106,10 @@ def test_a_changed_added_or_removed_package_is_reported(monkeypatch):
     ]
 
 
-def test_every_start_appends_a_history_line_and_saves_its_config(tmp_path):
-    write_start(CONFIG, tmp_path, 0, [], {"bytes": 9})
-    write_start(OTHER, tmp_path, 8, changes(CONFIG, OTHER), {"bytes": 7})
-    lines = [json.loads(line) for line in (tmp_path / "config.history.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 8]
-    assert [from_dict(line["config"]) for line in lines] == [CONFIG, OTHER]
-    assert lines[1]["changed"]["num_steps"] == [1000, 77]
-    assert load_saved(tmp_path) == OTHER
-    assert data_at_start(tmp_path) == {"bytes": 7}
-
-
-@pytest.mark.parametrize("former", [b"\xff\x00\n\xfe", b"cut sho", b"whole\n"])
-def test_a_history_with_any_bytes_is_kept_and_appended_to(tmp_path, former):
-    (tmp_path / "config.history.jsonl").write_bytes(former)
-    write_start(CONFIG, tmp_path, 3, [], {})
-    *before, line = (tmp_path / "config.history.jsonl").read_bytes().splitlines(keepends=True)
-    assert b"".join(before).rstrip(b"\n") == former.rstrip(b"\n")
-    assert json.loads(line)["step"] == 3
+def test_a_start_saves_its_config(tmp_path):
+    for config in (CONFIG, OTHER):
+        write_start(config, tmp_path)
+        assert load_saved(tmp_path) == config
 
 
 def test_settings_that_the_method_ignores_are_listed():

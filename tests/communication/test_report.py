@@ -17,7 +17,7 @@ TINY = {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "vo
 NUMEL = 2 * 64 * 16 + 16 + 2 * 2 * 16 * 32  # of two layers
 
 
-def report_of(method: str, num_replicas: int, outer: dict[str, Any] | None = None, num_processes: int = 1, **mesh: int):
+def report_of(method: str, num_replicas: int, outer: dict[str, Any] | None = None, **mesh: int):
     config = from_dict(
         {
             "method": method,
@@ -29,7 +29,7 @@ def report_of(method: str, num_replicas: int, outer: dict[str, Any] | None = Non
             "mesh": {"replica": -1} | mesh,
         }
     )
-    return inspect_run(config, jax.devices()[:8], num_processes=num_processes)
+    return inspect_run(config, jax.devices()[:8])
 
 
 def across(report: Report, program: str) -> set[tuple[str, tuple[str, ...]]]:
@@ -80,25 +80,6 @@ def test_replicas_that_share_a_device_send_the_devices_block_in_one_message():
 
 def test_replicas_of_one_device_send_nothing():
     assert report_of("noloco", 4, replica=1).collectives["outer_step"] == []
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "mesh", "axes"),
-    [
-        (1, {"fsdp": 2}, None),
-        (4, {"fsdp": 2}, None),
-        (8, {"fsdp": 2}, {"fsdp"}),
-        (2, {"fsdp": 8}, {"fsdp"}),
-        (4, {"fsdp": 2, "tensor": 2}, {"fsdp", "tensor"}),
-        (8, {"stage": 2}, {"stage"}),
-    ],
-)
-def test_batches_are_shared_only_inside_replicas_that_span_processes(num_processes, mesh, axes):
-    report = report_of("ddp", 8 // math.prod(mesh.values()), num_processes=num_processes, **mesh)
-    found = report.collectives.get("share_batch")
-    assert (found is not None) == (axes is not None)
-    assert {axis for one in found or () for axis in one.axes} == (axes or set())
-    assert unexpected_collectives(report) == []
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_linked_folders_are_searched_like_others(tmp_path):
 
 def test_runs_below_the_data_are_not_read_as_text(tmp_path):
     write(tmp_path, "a.txt", "in/b.txt")
-    write(tmp_path, "runs/x/config.history.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/x/log.txt")
+    write(tmp_path, "runs/x/metrics.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/x/log.txt")
     write(tmp_path, "runs/compared/comparison.lock", "runs/compared/ddp-seed0/log.txt")
     write(tmp_path, "runs/begins/trainer.lock", "runs/begins/log.txt")
     assert found(tmp_path) == ["a.txt", "in/b.txt"]
@@ -48,7 +48,7 @@ def test_runs_below_the_data_are_not_read_as_text(tmp_path):
 
 def test_runs_below_an_address_are_not_read_as_text(monkeypatch):
     root = "s3://bucket/data"
-    files = ["a.txt", "in/b.txt", "runs/x/config.history.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/xy/c.txt"]
+    files = ["a.txt", "in/b.txt", "runs/x/metrics.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/xy/c.txt"]
     monkeypatch.setattr(
         "noloco_jax.data.find_files.list_files", lambda path, recursive: [f"{root}/{file}" for file in files]
     )

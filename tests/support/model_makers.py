@@ -1,6 +1,7 @@
 """Parameters and runs for tests, made without compiling anything."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,15 @@ def random_params(config: ModelConfig, scale: float = 1.0) -> kind.Params:
     return jax.tree.map(lambda x: (scale * rng.standard_normal(x.shape, np.float32)).astype(x.dtype), shapes)
 
 
-def make_run(workdir: Path, config: TrainConfig) -> list[kind.Params]:
-    """Writes a run of one checkpoint, as the trainer does; returns each replica's parameters."""
+def make_run(workdir: Path, config: TrainConfig, **facts: Any) -> list[kind.Params]:
+    """Write a run of one checkpoint with facts on its data, as the trainer does; return each replica's parameters."""
     replicas = [jax.tree.map(lambda leaf, by=by: leaf * by, random_params(config.model)) for by in (1, 3, -2, 6)]
     replicas = replicas[: config.num_replicas]
     save_config(config, workdir)
     checkpointer = Checkpointer(workdir, config)
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *replicas)
     state = TrainState(params=params, inner={"count": jnp.zeros(len(replicas))}, outer=None)
-    checkpointer.save(7, state, {0: {"source": {"tokenizer": load_tokenizer(config.data.tokenizer).fingerprint}}})
+    facts = {"tokenizer": load_tokenizer(config.data.tokenizer).fingerprint} | facts
+    checkpointer.save(7, state, {0: {"source": facts}})
     checkpointer.close()
     return replicas

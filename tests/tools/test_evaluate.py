@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.checkpoint import given_model
-from noloco_jax.checkpoint.record import write_start
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, SourceConfig, TrainConfig
 from noloco_jax.data import ByteTokenizer, RunData
 from noloco_jax.errors import UserError
@@ -179,8 +178,7 @@ def text_run(tmp_path):
     (tmp_path / "book.txt").write_text("".join(f"{number:07}\n" for number in range(6400)))
     data = DataConfig(kind="text", path=str(tmp_path / "book.txt"), sequence_length=16, add_bos=False, add_eos=False)
     config = TrainConfig(num_replicas=2, model=MODEL, data=data)
-    make_run(tmp_path / "run", config)
-    write_start(config, tmp_path / "run", 0, [], RunData(data, seed=config.seed).facts(ByteTokenizer()))
+    make_run(tmp_path / "run", config, **RunData(data, seed=config.seed).facts(ByteTokenizer()))
     return tmp_path
 
 

@@ -207,7 +207,7 @@ def test_a_runs_tokenizer_is_found_from_another_folder_and_named_where_it_is_gon
     monkeypatch.chdir(tmp_path / "here")
     for name in ("copied", "bare"):
         make_run(tmp_path / name, config)
-    write_start(config, tmp_path / "copied", 0, [], {})
+    write_start(config, tmp_path / "copied")
     monkeypatch.chdir(tmp_path)
     export.main([f"--workdir={tmp_path / 'copied'}", f"--out={tmp_path / 'a'}"])
     export.main([f"--workdir={tmp_path / 'bare'}", f"--out={tmp_path / 'b'}", "--tokenizer=here/tokenizer"])

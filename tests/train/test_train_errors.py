@@ -107,8 +107,6 @@ def test_from_step_resumes_from_an_earlier_checkpoint_and_reports_changed_settin
     changed = ["num_steps: 8 before, 12 now", "outer.sync_every: 4 before, 2 now", "eval_every: 12 before, 0 now"]
     assert after.splitlines()[:3] == changed
     assert sorted(path.name for path in (workdir / "checkpoints_set_aside").iterdir()) == ["8"]
-    lines = [json.loads(line) for line in (workdir / "config.history.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["changed"].get("num_steps")) for line in lines] == [(0, None), (4, [8, 12])]
     evaluated = [line["step"] for line in processes.metrics(workdir) if line["kind"] == "eval"]
     assert evaluated == [12]  # only at the end
 
