@@ -85,7 +85,6 @@ def _is_unused(config: TrainConfig, path: str) -> bool:
         **dict.fromkeys(_OF_EXPERTS, config.model.kind != "llama"),
         "inner.momentum": config.inner.optimizer == "muon",
         "inner.min_lr": config.inner.schedule != "constant",
-        "data.shuffle_buffer": config.data.kind != "text" or config.data.shuffle_buffer == 1,
         "mesh.routing": config.mesh.stage > 1,
         "sample_prompt": config.sample_tokens > 0,
     }

@@ -87,31 +87,20 @@ def choose_columns(path: str, schema: "pa.Schema", text_column: str) -> tuple[st
 
     Tokens come before a column `text` beside them; a text column of another name is read whatever there is.
 
-    Raises `UserError` if there are none, or if they hold something else.
+    Raises `UserError` if there are none of these types.
     """
     kinds = dict(zip(schema.names, schema.types, strict=True))
-    beside: list[str] = []
-    if text_column == _USUAL_TEXT_COLUMN and "input_ids" in kinds:
-        beside = [name for name in ("labels", "label", "attention_mask") if name in kinds]
-    fitting = [name for name in beside if _lists_integers(kinds[name])]
-    if fitting and _lists_integers(kinds["input_ids"]):
-        return "input_ids", *dict.fromkeys([fitting[0], *(["attention_mask"] if "attention_mask" in fitting else [])])
-    if text_column in kinds:
-        if not _is_text(kinds[text_column]):
-            raise UserError(
-                f"{path}: column {text_column!r} is {kinds[text_column]}; it must be a string: write it again as "
-                "one, or name another column, data.text_column"
-            )
+    if text_column == _USUAL_TEXT_COLUMN:
+        names = ("input_ids", "labels", "label", "attention_mask")
+        lists = [name for name in names if name in kinds and _lists_integers(kinds[name])]
+        if lists[:1] == ["input_ids"] and len(lists) > 1:
+            return "input_ids", *dict.fromkeys([lists[1], *(["attention_mask"] if "attention_mask" in lists else [])])
+    if text_column in kinds and _is_text(kinds[text_column]):
         return (text_column,)
-    for column in ("input_ids", *beside) if beside else ():
-        if not _lists_integers(kinds[column]):
-            raise UserError(f"{path}: column {column!r} is {kinds[column]}; it must be a list of integers")
-    if text_column != _USUAL_TEXT_COLUMN:
-        raise UserError(f"{path} has the columns {', '.join(kinds)}: data.text_column={text_column!r} is none of them")
     raise UserError(
-        f"{path} has the columns {', '.join(kinds)}: expected input_ids and labels (equal to them, as Hugging Face has "
-        "it), input_ids and label (the ids that follow), input_ids and attention_mask, or text, for which "
-        "data.text_column may name another"
+        f"{path} has the columns {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}: expected strings in "
+        f"{text_column!r} (data.text_column names another), or lists of integers in input_ids and in labels (equal to "
+        "them, as Hugging Face has it), label (the ids that follow) or attention_mask"
     )
 
 

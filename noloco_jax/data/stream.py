@@ -164,9 +164,6 @@ def _check_same_data(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     for name in {**mine, **saved}:
         if name.endswith(VERSIONS) and not (name in saved and name in mine):
             continue  # the data moved between a disk and a server
-        is_text = mine.get("kind") == saved.get("kind") == "text"
-        if is_text and name == "shuffle_buffer" and min(saved[name], mine[name]) > 1:
-            continue  # its documents are shuffled whole, whatever the size
         if saved.get(name) != mine.get(name):
             raise UserError(
                 f"the saved data position is of data with {name} {saved.get(name)!r}, this run's has "

@@ -123,15 +123,12 @@ def test_settings_that_the_method_ignores_are_listed():
 
 def test_settings_that_go_with_others_are_listed_without_them():
     alone = {"model": {"num_experts": 16}, "inner": {"momentum": 0.5}, "sample_prompt": "a"}
-    alone |= {"data": {"kind": "text", "shuffle_buffer": 7}}
     names = ["sample_prompt='a'", "model.num_experts=16", "inner.momentum=0.5"]
-    names += ["data.shuffle_buffer=7"]
     assert sorted(unused_settings(from_dict(alone))) == sorted(names)
     beside = {
         "model": alone["model"] | {"kind": "moe"},
         "inner": alone["inner"] | {"optimizer": "muon", "schedule": "wsd"},
     }
-    beside["data"] = {"kind": "jsonl", "shuffle_buffer": 7}
     assert unused_settings(from_dict(alone | beside | {"sample_tokens": 3})) == []
     constant = {"inner": {"schedule": "constant", "min_lr": 1e-3, "lr": 1e-2}}
     assert unused_settings(from_dict(constant)) == ["inner.min_lr=0.001"]

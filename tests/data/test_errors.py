@@ -61,8 +61,14 @@ def test_missing_data_are_refused_with_the_files_looked_for(tmp_path, kind, patt
 @pytest.mark.parametrize(
     ("columns", "pattern"),
     [
-        ({"tokens": [[1]], "input_ids": [[1]]}, r"has the columns tokens, input_ids: expected input_ids and labels"),
-        ({"input_ids": [1, 2], "label": [1, 2]}, "column 'input_ids' is int64; it must be a list"),
+        (
+            {"tokens": [[1]], "input_ids": [[1]]},
+            r"has the columns tokens \(list<.*: expected strings in 'text' .*data\.text_column",
+        ),
+        (
+            {"input_ids": [1, 2], "label": [1, 2]},
+            r"has the columns input_ids \(int64\), .*lists of integers in input_ids",
+        ),
         ({"input_ids": [[1, -1]] * 4, "label": [[2, 5]] * 4}, "input_ids holds -1"),
         (None, "is no readable Parquet file"),
     ],

@@ -173,14 +173,6 @@ def test_a_state_of_other_data_is_refused(tmp_path, kind):
         open_streams(replace(config, shuffle_buffer=1), 1)[0].set_state(stream.get_state())
 
 
-def test_text_is_shuffled_whole_and_accepts_the_state_of_another_buffer(tmp_path):
-    config, _ = write_counting("text", tmp_path / "data", 60)
-    (stream,), (other,) = open_streams(config, 1), open_streams(replace(config, shuffle_buffer=7), 1)
-    next(stream)
-    other.set_state(stream.get_state())
-    assert_same([next(other)], [next(stream)])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_is_refused_after_a_file_was_renamed(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
