@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import os
 import select
-import signal
 import sys
 import traceback
 import warnings
@@ -99,21 +98,6 @@ def _output_is_lost() -> bool:
     except (AttributeError, ValueError, OSError):  # no standard output or none of the system's, or another error
         return False
     return True
-
-
-def end_at_once_on_ctrl_c() -> None:
-    """Make Ctrl-C end this process with one line and status 130, until something else handles it.
-
-    The exception that Python raises by itself is lost where it meets a callback, as of the garbage collector while JAX
-    is imported.
-    """
-
-    def end(number: int, frame: object) -> None:
-        tell("stopped by Ctrl-C")
-        os._exit(INTERRUPTED)
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end)
 
 
 def run_command(module: str) -> None:

@@ -1,7 +1,6 @@
 """Elastic resume from a checkpoint with another number of replicas or another padding of the vocabulary."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +84,7 @@ def _report(before: int, after: int, config: TrainConfig) -> str:
 
 
 def _saved_shapes(config: TrainConfig, programs: Programs, saved: SavedShape) -> TrainState:
-    """Return the saved shapes, sharded over all devices of the run's mesh as far as these divide them."""
+    """Return the saved shapes, sharded over all devices of the run's mesh along a dimension that these divide."""
 
     def shapes(state: TrainState) -> TrainState:
         resized = resize_vocabulary(config.model, state, saved.padded_vocab_size)
@@ -94,23 +93,12 @@ def _saved_shapes(config: TrainConfig, programs: Programs, saved: SavedShape) ->
             resized = resized._replace(outer=resized.outer._replace(windows=anew.windows))
         return jax.tree.map(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]) if x.ndim else (), x.dtype), resized)
 
-    mesh = programs.mesh
-    together = int(np.gcd(mesh.shape["replica"], saved.num_replicas))
-    inside = mesh.size // mesh.shape["replica"]
-    devices = mesh.devices.reshape(-1, together, inside)
-    sizes = {"copy": len(devices), "inside": inside}
-    everywhere = Mesh(devices, ("copy", "replica", "inside"), axis_types=(AxisType.Auto,) * 3)
+    everywhere = Mesh(programs.mesh.devices.reshape(-1), ("device",), axis_types=(AxisType.Auto,))
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec: list[Any] = [None] * len(x.shape)
-        if x.shape:
-            spec[0] = "replica"
-        for axes in (("copy", "inside"), ("copy",), ("inside",)):
-            parts = math.prod(sizes[axis] for axis in axes)
-            fitting = [dim for dim in range(1, len(x.shape)) if x.shape[dim] % parts == 0]
-            if fitting:
-                spec[max(fitting, key=lambda dim: x.shape[dim])] = axes
-                break
+        spec: list[str | None] = [None] * len(x.shape)
+        if fitting := [dim for dim, size in enumerate(x.shape) if size % everywhere.size == 0]:
+            spec[max(fitting, key=lambda dim: x.shape[dim])] = "device"
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(everywhere, P(*spec)))
 
     return jax.tree.map(placed, jax.eval_shape(shapes, programs.state))

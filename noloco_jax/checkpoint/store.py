@@ -26,7 +26,6 @@ T = TypeVar("T")
 _SET_ASIDE = "checkpoints_set_aside"
 _SAVE_SECONDS = 24 * 3600  # Orbax's default is 20 minutes, in which slow storage writes only some 50 GB
 _WRITTEN = "async_write_complete"  # part of the name of the Orbax barrier after all processes have written
-_NEWEST_ATTEMPTS = 5  # attempts to read the newest checkpoint before the training run prunes it
 
 
 class _Manager(ocp.CheckpointManager):
@@ -169,11 +168,9 @@ class Checkpointer:
             appeared, since the older one may have been deleted while it was read.
 
         Raises:
-          TransientError: if each attempt came too late.
           UserError: see `start`, and what `read` raises.
         """
-        newest = None
-        for _ in range(_NEWEST_ATTEMPTS):
+        while True:
             newest = self._manager.latest_step()
             try:
                 return read(self.newest())
@@ -181,10 +178,6 @@ class Checkpointer:
                 self._manager.reload()
                 if self._manager.latest_step() == newest:
                     raise
-        raise TransientError(
-            f"checkpoints in {self._folder} are deleted before they are read, the last of step {newest}: try again "
-            "with faster storage, or let the run keep more checkpoints (keep_checkpoints)"
-        )
 
     def set_aside_after(self, step: int) -> int:
         """Move all later checkpoints to checkpoints_set_aside beside their folder; return their number.

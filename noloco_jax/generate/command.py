@@ -9,17 +9,14 @@ import math
 import warnings
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from noloco_jax import draws
 from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, opened_model
-from noloco_jax.config import ModelConfig, make_parser
+from noloco_jax.config import make_parser
 from noloco_jax.errors import UserError
-from noloco_jax.formatting import format_memory
-from noloco_jax.metrics.memory import device_memory
 from noloco_jax.model.decode import generate
-from noloco_jax.model.kind import check_generates, kind_of
+from noloco_jax.model.kind import check_generates
 from noloco_jax.train.sample import prompt_ids
 
 _LEAST_TEMPERATURE = 1e-6  # logits over less overflow
@@ -93,23 +90,11 @@ def _checked_prompt(args: argparse.Namespace, model: GivenModel) -> tuple[list[i
         )
     room = _MAX_NEW_TOKENS if model.trained_length is None else max(1, model.trained_length - len(ids))
     max_new_tokens = args.max_new_tokens or min(room, _MAX_NEW_TOKENS)
-    _check_length(model.config, len(ids), max_new_tokens, model.trained_length)
-    return ids, max_new_tokens
-
-
-def _check_length(config: ModelConfig, prompt: int, new: int, trained_length: int | None) -> None:
-    """Warn of positions that the model has not seen in training, the text's last tokens; `UserError` if none fit."""
-    cache = jax.eval_shape(lambda: kind_of(config).empty_cache(config, 1, prompt + new))
-    size, device = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)), jax.local_devices()[0]
-    available = device_memory(device)
-    if available is not None and size > available:
-        raise UserError(
-            f"a prompt of {prompt} tokens and --max_new_tokens={new} need {format_memory(size)} for keys and values, "
-            f"and the device has {format_memory(available)}: lower it"
-        )
-    if trained_length is not None and prompt + new > trained_length:
+    length = model.trained_length
+    if length is not None and len(ids) + max_new_tokens > length:
         warnings.warn(
-            f"a prompt of {prompt} tokens and --max_new_tokens={new} are more than the {trained_length} tokens of a "
-            "sequence in training: text beyond them may be poor; shorten the prompt, or write less",
+            f"a prompt of {len(ids)} tokens and --max_new_tokens={max_new_tokens} are more than the {length} tokens of "
+            "a sequence in training: text beyond them may be poor; shorten the prompt, or write less",
             stacklevel=2,
         )
+    return ids, max_new_tokens

@@ -8,13 +8,11 @@ import numpy as np
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.cores import usable_memory
-from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_memory
 from noloco_jax.spmd.losses import activation_bytes, replicas_at_once
 from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
-_LARGEST = 1 << 46  # bytes: no device, and no host, has more
 
 
 def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
@@ -44,25 +42,13 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
 
 
 def check_memory(config: TrainConfig, programs: Programs) -> None:
-    """Compare the estimate with the available memory; warn if it exceeds that of this process's first device.
-
-    Raises:
-      UserError: if it is more than any device has.
-    """
-    estimate, device = sum(memory_estimate(config, programs)), jax.local_devices()[0]
-    remedy = (
-        "raise num_microbatches, lower data.batch_size or the model's sizes, or spread a replica over devices (mesh)"
-    )
-    if estimate > _LARGEST:
-        raise UserError(
-            f"the run is estimated at {format_memory(estimate)} a device, and none has more than "
-            f"{format_memory(_LARGEST)}: {remedy}"
-        )
-    available = device_memory(device)
+    """Warn if the estimate exceeds the memory of this process's first device."""
+    estimate, available = sum(memory_estimate(config, programs)), device_memory(jax.local_devices()[0])
     if available is not None and estimate > available and jax.process_index() == 0:
         warnings.warn(
             f"the run is estimated at {format_memory(estimate)} a device, and the first one here has "
-            f"{format_memory(available)}: it may not fit; {remedy}",
+            f"{format_memory(available)}: it may not fit; raise num_microbatches, lower data.batch_size or the model's "
+            "sizes, or spread a replica over devices (mesh)",
             stacklevel=2,
         )
 

@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import parse_args
-from noloco_jax.errors import end_at_once_on_ctrl_c
 from noloco_jax.files import folder_of_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and train; return the exit status."""
-    if argv is None:  # as a command
-        end_at_once_on_ctrl_c()
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
     place = find_place(flags, os.environ)
     keep_freed_memory()

@@ -60,19 +60,6 @@ def run_program(program: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_ctrl_c_that_meets_a_callback_is_not_lost():
-    """Python prints and forgets the exception there, as in JAX's callback of the garbage collector."""
-    program = """
-import gc, os, signal
-from noloco_jax.errors import end_at_once_on_ctrl_c
-end_at_once_on_ctrl_c()
-gc.callbacks.append(lambda phase, info: os.kill(os.getpid(), signal.SIGINT))
-gc.collect()
-print("it went on")
-"""
-    assert run_program(program) == (130, "", "stopped by Ctrl-C\n")
-
-
 def test_an_early_ctrl_c_is_one_line_without_a_traceback():
     program = """
 import os, signal

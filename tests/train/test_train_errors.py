@@ -121,15 +121,6 @@ def test_a_file_in_the_place_of_a_folder_is_refused(config, tmp_path, name):
         assert f"{workdir / name} is in the way" in refusal(config, workdir, dry_run=dry_run)
 
 
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_a_memory_estimate_beyond_any_device_is_refused_before_reading_data(
-    config, tmp_path, monkeypatch, no_compiling, dry_run
-):
-    monkeypatch.setattr(inputs, "read_validation", lambda *_, **__: pytest.fail("data were read before the refusal"))
-    line = refusal(config, tmp_path, "--config.data.batch_size=2147483647", dry_run=dry_run)
-    assert re.search(r"estimated at [\d.]+ TiB a device, and none has more than 64 TiB: raise num_microbatches", line)
-
-
 def test_a_memory_estimate_above_the_device_memory_warns(config, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "device_memory", lambda _: 3 << 10)
     with pytest.warns(UserWarning, match=r"estimated at [\d.]+ [KM]iB a device, and the first one here has 3 KiB: "):
