@@ -13,7 +13,7 @@ from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from noloco_jax.cluster.host import num_cpu_devices, use_cpu_cores, use_gpu_memory
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
-from noloco_jax.cores import keep_on, usable_cores, usable_memory
+from noloco_jax.cores import usable_memory
 from noloco_jax.spmd.background import training_devices
 from support.paths import ROOT
 from support.platforms import EIGHT_CPUS
@@ -121,15 +121,6 @@ def test_the_number_of_cpu_devices_that_the_environment_sets_is_kept(updates, mo
     assert updates == [("jax_num_cpu_devices", 2)]
 
 
-def test_all_cores_are_usable_without_the_affinity_calls_of_the_kernel(monkeypatch):
-    """MacOS lacks both affinity calls."""
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert usable_cores() == [0, 1, 2]
-    keep_on(os.getpid(), [0])
-
-
 @pytest.mark.parametrize(("method", "count"), [("noloco", 8), ("ddp", 4)])
 def test_delayed_exchanges_double_the_number_of_cpu_devices(updates, method, count):
     """A method without outer steps ignores the delay."""
@@ -175,13 +166,12 @@ def test_freed_memory_is_not_kept_where_gpus_may_train():
     "command",
     [
         ["noloco_jax.train", "--config=configs/quickstart.py", "--workdir={tmp}/run"],
-        ["noloco_jax.bench", "--config=configs/quickstart.py", "--result={tmp}/result"],
         [
             *("noloco_jax.island", "train", "--config=configs/quickstart.py", "--workdir={tmp}/run"),
             *("--roster={tmp}/roster.toml", "--name=paris"),
         ],
     ],
-    ids=["train", "bench", "island"],
+    ids=["train", "island"],
 )
 def test_training_commands_keep_freed_memory_before_importing_threaded_modules(command, tmp_path):
     of = '\n[[island]]\nname = "{}"\naddress = "127.0.0.1:{}"\n'
@@ -239,14 +229,3 @@ main_with_errors(lambda: print(find_devices()))
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (told,) = [one for one in done.stderr.splitlines() if not one.startswith("WARNING:")]
     assert told.startswith(line)
-
-
-def test_flags_that_xla_knows_change_nothing():
-    program = """
-from noloco_jax.cluster.host import find_devices
-print(len(find_devices()))
-"""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    environment.pop("JAX_NUM_CPU_DEVICES", None)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr

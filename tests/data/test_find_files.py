@@ -70,11 +70,6 @@ def test_a_named_file_that_is_no_text_is_refused(name, content, line, tmp_path):
         find_text_files(options(tmp_path / name))
 
 
-def test_a_named_file_may_have_any_name(tmp_path):
-    write(tmp_path, "corpus")
-    assert [path for path, _ in find_text_files(options(tmp_path / "corpus"))] == [str(tmp_path / "corpus")]
-
-
 def test_link_cycles_end(tmp_path):
     write(tmp_path / "data", "a/a.txt", "b/b.txt")
     (tmp_path / "data/a/up").symlink_to(tmp_path / "data")

@@ -21,9 +21,7 @@ from support.data_makers import (
     CountingTokenizer,
     before_next_document,
     check_data,
-    needs_tokenizer,
     open_streams,
-    train_stream,
     validation_batches,
     write_counting,
     write_json_lines,
@@ -311,13 +309,3 @@ def test_a_batch_that_fails_halfway_loses_no_sequence_of_any_source():
     assert interrupted.get_state() == whole.get_state()
     whole.close()
     interrupted.close()
-
-
-def test_a_mixture_needs_a_tokenizer_if_any_source_holds_text(tmp_path):
-    config, _ = write_mixture(tmp_path)
-    assert needs_tokenizer(config)
-    assert needs_tokenizer(with_source(config, "code", path=str(tmp_path / "moved")))  # no need to open every source
-    stored = replace(config, mixture=Entries({"code": config.mixture["code"]}))
-    assert not needs_tokenizer(stored)
-    stream = train_stream(stored, None, replica=0, num_replicas=1, seed=0)
-    assert "tokenizer" not in stream.source and group_of(next(stream)["input_ids"][0, 0]) == "data.mixture.code"

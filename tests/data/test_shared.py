@@ -61,24 +61,6 @@ def test_an_unshuffled_replica_reads_its_c4_shards_token_by_token():
         np.testing.assert_array_equal(batch["labels"].ravel(), tokens[512 * k + 1 : 512 * (k + 1) + 1])
 
 
-@pytest.mark.parametrize("num_replicas", [2, 7])
-def test_replicas_together_read_every_c4_document_once(num_replicas):
-    texts = sorted(text for k in range(4) for text in c4_texts(f"c4-train.0000{k}-of-00004.json.gz"))
-    tokenizer = load_tokenizer("byte")
-    found = []
-    for replica in range(num_replicas):
-        config = replace(C4, sequence_length=4096, batch_size=1)
-        stream = train_stream(config, tokenizer, replica=replica, num_replicas=num_replicas, seed=1)
-        tokens = []
-        while stream.get_state()["epoch"] == 0:
-            tokens.append(next(stream)["input_ids"].ravel())
-        tokens = np.concatenate(tokens)
-        pieces = np.split(tokens, np.flatnonzero(tokens == tokenizer.bos_id)[1:])
-        share = 1500 if num_replicas == 2 else len(range(replica, 3000, 7))
-        found += [tokenizer.decode(piece) for piece in pieces[:share]]
-    assert sorted(found) == texts
-
-
 @pytest.mark.parametrize("schema", ["hdee_schema", "readme_schema"])
 def test_an_epoch_of_reddit_holds_every_row_with_its_labels(schema):
     config = reddit(schema, sequence_length=1024)
