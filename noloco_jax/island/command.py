@@ -109,13 +109,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="make this island's anew, and revoke the old ones; may be repeated",
     )
-    keys.add_argument(
-        "--viewer",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="make keys for somebody who may look at the islands and do nothing else; may be repeated",
-    )
     inviting = _command(commands, "invite", "make keys and a signed row for a new member, or move a member")
     inviting.add_argument("--name", required=True, metavar="NAME", help="its name, a DNS label")
     inviting.add_argument(
@@ -200,5 +193,5 @@ def _define_watching_flags(parser: argparse.ArgumentParser, required: bool = Tru
         "--keys",
         type=folder_of_flag,
         metavar="DIR",
-        help="the folder that `island keys` made, or a viewer's, or one island's own",
+        help="the folder that `island keys` made, or one island's own",
     )

@@ -3,8 +3,6 @@
 An island's certificate has two subject alternative names: its name with the millisecond in which it was made, by which
 peers know the newest, and its name alone. The host is left out: an island then keeps its certificate on another
 machine, and none can pass for another by the host that it runs on.
-
-A viewer's certificate has a name that no island can have, and is for callers alone: it opens an island's status.
 """
 
 import datetime
@@ -18,12 +16,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _EARLIER = datetime.timedelta(days=1)  # certificates are valid from a day ago, as other machines' clocks may be behind
 _AUTHORITY_DAYS = 3650
-VIEWER = "viewer_"  # prefix of a viewer's name; islands' names have no underscore
-
-
-def is_viewer(name: str) -> bool:
-    """Return whether a certificate's owner may only look."""
-    return name.startswith(VIEWER)
 
 
 def make_authority(run: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -43,13 +35,13 @@ def make_authority(run: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
 def make_certificate(
     name: str, days: int, authority: x509.Certificate, authority_key: ec.EllipticCurvePrivateKey, former: int = 0
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Make an island's certificate, for both ends of a connection, or a viewer's, and its private key.
+    """Make an island's certificate, for both ends of a connection, and its private key.
 
     It says that it was made after `former`, the millisecond in which the last one was, also where a clock was put back.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    ends = [ExtendedKeyUsageOID.CLIENT_AUTH] + [ExtendedKeyUsageOID.SERVER_AUTH] * (not is_viewer(name))
+    ends = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
     names = [f"{name}.{max(time.time_ns() // 1_000_000, former + 1)}", name]
     signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     certificate = (

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.certificates import VIEWER
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, authority_in, check_loopback, load_keys, owner_of
 from noloco_jax.islands.peers import check_status
@@ -57,7 +56,7 @@ class Found:
 
 
 def open_run(roster: Path, keys: Path | None) -> Run:
-    """Return a run from a roster's file and a folder of keys: a whole one, an island's or a viewer's.
+    """Return a run from a roster's file and a folder of keys: a whole one, or an island's.
 
     Raises `UserError` for files that are not right, and where keys are missing.
     """
@@ -70,11 +69,10 @@ def open_run(roster: Path, keys: Path | None) -> Run:
         name = owner_of(keys, known)
         return Run(known, name, load_keys(keys, name))
     known = newest(keys / MEMBERS_FILE, known, pem)
-    folders = [keys / name for name in known.names] + sorted(keys.glob(f"{VIEWER}*"))
-    for folder in folders:
-        if (folder / CERTIFICATE).exists():
-            return Run(known, folder.name, load_keys(folder, folder.name))
-    raise UserError(f"{keys} holds no keys: give the folder that `island keys` made, or one island's or viewer's own")
+    for name in known.names:
+        if (keys / name / CERTIFICATE).exists():
+            return Run(known, name, load_keys(keys / name, name))
+    raise UserError(f"{keys} holds no keys: give the folder that `island keys` made, or one island's own")
 
 
 def call(run: Run, use: Callable[[Dialler], Awaitable[T]]) -> T:

@@ -33,7 +33,7 @@ GAUGES = {
     "perplexity": "Validation perplexity of the last evaluation",
     "tokens_per_second": "Throughput of training",
 }
-COUNTERS = {
+COUNTERS = {  # since the island's start
     "due": "Messages with a partner",
     "committed": "Messages exchanged",
     "one_sided": "Exchanges that only the partner may have applied",
@@ -156,7 +156,10 @@ class _Collector:
 
 def values_of(island: dict[str, Any]) -> dict[str, float]:
     """Return the values of an island; of one that does not answer its counters alone, and that it is away."""
-    values: dict[str, float] = {"up": float(not island["away"]), **island["totals"]}
+    values: dict[str, float] = {
+        "up": float(not island["away"]),
+        **{name: island[name] for name in COUNTERS if name in island},
+    }
     if island["away"]:
         return values
     values["training"] = float(island["phase"] == "training")

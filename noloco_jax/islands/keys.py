@@ -3,7 +3,6 @@
 keys/ca.pem, keys/ca-key.pem             the authority; its key is needed only to add islands
 keys/signing.lock                        held by a command that signs, so that another one waits
 keys/paris/ca.pem, cert.pem, key.pem     what paris needs, and nobody else
-keys/viewer_ann/ca.pem, cert.pem, key.pem  what ann needs to look at the islands, and may do nothing else with
 """
 
 import contextlib
@@ -22,11 +21,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from noloco_jax.errors import UserError, tell
+from noloco_jax.errors import UserError
 from noloco_jax.files import full_disk_told
 from noloco_jax.islands.certificates import (
     fault_of,
-    is_viewer,
     make_authority,
     make_certificate,
     names_of,
@@ -48,7 +46,7 @@ class Credentials(NamedTuple):
       authority: the run's certificate authority.
       certificate: the island's own, signed by it.
       key: the private key of that.
-      folder: where they came from, to be read again when they are renewed.
+      folder: where they came from.
     """
 
     authority: bytes
@@ -57,26 +55,22 @@ class Credentials(NamedTuple):
     folder: Path | None = None
 
 
-def make_keys(
-    roster: Roster, folder: Path, days: int, replace: Collection[str] = (), viewers: Collection[str] = ()
-) -> list[str]:
-    """Make the authority and the keys of every island and viewer that has none, and return their names.
+def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] = ()) -> list[str]:
+    """Make the authority and the keys of every island that has none, and return their names.
 
     Args:
       roster: the islands.
       folder: the folder of the keys; made when missing.
       days: days that the islands' certificates are valid.
-      replace: islands and viewers whose keys are made anew, beside what else is in their folders. What others have is
-        never written over.
-      viewers: names of viewers, with their prefix.
+      replace: islands whose keys are made anew, beside what else is in their folders. What others have is never written
+        over.
 
     Raises:
       UserError: if an island's folder is incomplete, the authority's key is not there to sign with, or has expired.
     """
     for name in replace:
-        if name not in viewers:
-            roster.member(name)
-    missing = [name for name in (*roster.names, *viewers) if name in replace or not _complete(folder / name)]
+        roster.member(name)
+    missing = [name for name in roster.names if name in replace or not _complete(folder / name)]
     if not missing:
         return []
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,21 +100,15 @@ def make_keys(
 
 @contextlib.contextmanager
 def signing_alone(folder: Path) -> Iterator[None]:
-    """Hold a folder of keys: two commands that read its members at once would give two members one number.
+    """Hold a folder of keys, while another command waits: two at once would give two members one number.
 
-    Another command waits. Where the file system has no locks, or the folder is not there yet, nothing is held.
+    Where the file system has no locks, or the folder is not there yet, nothing is held.
     Raises `TransientError` where the disk is full.
     """
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, full_disk_told(folder, "and give the same command again"):
         with contextlib.suppress(OSError):
-            lock = stack.enter_context((folder / _LOCK).open("wb"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                tell(f"waits for another command that signs with the keys in {folder}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        with full_disk_told(folder, "and give the same command again"):
-            yield
+            fcntl.flock(stack.enter_context((folder / _LOCK).open("wb")), fcntl.LOCK_EX)
+        yield
 
 
 def authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:
@@ -149,9 +137,6 @@ def load_keys(folder: Path, name: str) -> Credentials:
     if _load_key(paths[2], contents.key).public_key() != certificate.public_key():
         raise UserError(f"{paths[2]} is not the key of {paths[1]}: take both from the same folder of `island keys`")
     if fault := fault_of(certificate, authority, name):
-        own = folder.parent / name
-        if folder.name != name and (own / CERTIFICATE).exists():
-            raise UserError(f"{paths[1]} {fault}: give --keys={own}")
         early = datetime.datetime.now(datetime.UTC) < certificate.not_valid_before_utc  # a new one would be, too
         first = "set this machine's clock if it is behind, else " if early else ""
         raise UserError(f"{paths[1]} {fault}: {first}have a new one made with `island keys --replace={name}`")
@@ -166,21 +151,12 @@ def expiry_warning(credentials: Credentials, name: str) -> str | None:
         return None
     return (
         f"{name}'s certificate expires on {end:%Y-%m-%d %H:%M} UTC: make a new one with "
-        f"`island keys --replace={name}` and copy it over {credentials.folder or 'the old'}; it is read "
-        f"while {name} runs"
+        f"`island keys --replace={name}`, copy it over {credentials.folder or 'the old'}, and start {name} again"
     )
 
 
-def renewed(credentials: Credentials, name: str) -> Credentials | None:
-    """Return an island's keys if their folder holds others now. Raises `UserError` as `load_keys`."""
-    if credentials.folder is None:
-        return None
-    found = load_keys(credentials.folder, name)
-    return None if found == credentials else found
-
-
 def owner_of(folder: Path, roster: Roster) -> str:
-    """Return the island, or the viewer, to which a folder's certificate is made out.
+    """Return the island to which a folder's certificate is made out.
 
     Raises `UserError` if it cannot be read, or is to none of the roster.
     """
@@ -193,7 +169,7 @@ def owner_of(folder: Path, roster: Roster) -> str:
             "island's keys, or the folder of these as --keys"
         ) from None
     names = [owner_and_issue(name)[0] for name in names_of(certificate)]
-    owners = [name for name in names if name in roster.names or is_viewer(name)]
+    owners = [name for name in names if name in roster.names]
     if not owners:
         raise UserError(f"{path} is made out to no island of {roster.run}: give the keys of one")
     return owners[0]

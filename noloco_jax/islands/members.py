@@ -8,7 +8,6 @@ from pathlib import Path
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.certificates import VIEWER, is_viewer
 from noloco_jax.islands.commands import Found, Run, discover, open_run
 from noloco_jax.islands.keys import AUTHORITY, AUTHORITY_KEY, authority_key, issue_in, make_keys, signing_alone
 from noloco_jax.islands.roster import (
@@ -42,29 +41,22 @@ def _keys(flags: argparse.Namespace, roster: Roster) -> int:
     known = flags.out / MEMBERS_FILE
     if known.exists() and read_members(known, None, authority).version > 1:
         roster = newest(known, roster, authority)  # raises where the file has changed since
-    wanted = [*flags.viewer, *filter(is_viewer, flags.replace)]
-    viewers = list(dict.fromkeys(VIEWER + name.removeprefix(VIEWER) for name in wanted))
-    for viewer in viewers:
-        check_name(viewer.removeprefix(VIEWER))
-    made = make_keys(roster, flags.out, flags.days, flags.replace, viewers)
-    if kept := [name for name in (*roster.names, *viewers) if name not in made]:
+    made = make_keys(roster, flags.out, flags.days, flags.replace)
+    if kept := [name for name in roster.names if name not in made]:
         print(f"kept as they are: {', '.join(kept)}")
-    for name in [name for name in made if is_viewer(name)]:
-        print(f"made: {flags.out / name}, valid for {flags.days} days: it opens the status of islands and nothing else")
-    for name in [name for name in made if not is_viewer(name)]:
+    for name in made:
         print(f"made: {flags.out / name}, valid for {flags.days} days; carry it to {name}'s machine, and nowhere else")
     if made:
         print(
             f"{flags.out / AUTHORITY_KEY} signs for any name of {roster.run}: no island needs it, keep it off their "
             "machines; you need it here again for `island invite` and `island remove`"
         )
-    revoked = [name for name in flags.replace if roster.get(name) is not None]
     if roster.version == 0 and (made or not known.exists()):
         roster = replace(roster, version=1).signed(authority_key(flags.out))
         write_members(known, roster)
-    if revoked:
+    if flags.replace:
         following = roster
-        for name in revoked:
+        for name in flags.replace:
             following = following.changed(following.member(name)._replace(issued=issue_in(flags.out / name)))
         _publish(flags.out, open_run(known, flags.out), replace(following, version=roster.version + 1))
     return 0

@@ -23,7 +23,7 @@ from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give, receive
 from noloco_jax.islands.copies import Copies
 from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.interfaces import Met, Plan
-from noloco_jax.islands.keys import Credentials, expiry_warning, renewed
+from noloco_jax.islands.keys import Credentials, expiry_warning
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.payload import EXACT, Message, StateForms
@@ -32,7 +32,6 @@ from noloco_jax.islands.start import admit, begin
 from noloco_jax.islands.transport import Dialler, Listener
 
 T = TypeVar("T")
-KEYS_SECONDS = 20.0  # between two looks at the folder of keys
 
 
 class Correction(NamedTuple):
@@ -91,7 +90,6 @@ class Link:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="island-decode")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="island-network", daemon=True)
-        self._credentials = plan.credentials
         self._is_closed = False
         self.pace = Pace(plan.steps_per_round, plan.by_time)
         self.dialler = Dialler(plan.name, plan.credentials, plan.roster)
@@ -289,11 +287,12 @@ class Link:
 
         self.node = Node(plan, self.dialler, self, self.pace, None if authority is None else parse)
         self.copies = Copies(self.node, plan.forms, self.run, self.take_state)
-        self._listener = Listener(self.node, self._give, lambda: self.node.roster, lambda: self._credentials)
+        self._listener = Listener(self.node, self._give, lambda: self.node.roster, credentials)
         if address.can_be_dialled or plan.listen:
             host = "127.0.0.1" if address.is_loopback else "[::]"
             await self._listener.open(plan.listen or Address(host.strip("[]"), address.port))
-        self._watching = asyncio.ensure_future(self._watch_keys())
+        if credentials is not None and (line := expiry_warning(credentials, plan.name)):
+            self.tell(line)
         await admit(self.node)
 
     async def _check_alone(self) -> None:
@@ -313,28 +312,7 @@ class Link:
         finally:
             self._giving -= 1
 
-    async def _watch_keys(self) -> None:
-        """Read the keys again when they were made anew, and warn before they expire."""
-        warned, told = False, ""
-        while self._credentials is not None:
-            fresh = None
-            try:
-                fresh = await self.run(renewed, self._credentials, self._plan.name)
-            except UserError as error:
-                if told != (told := str(error)):
-                    self.tell(f"{self._plan.name} goes on with its old keys: {error}")
-            if fresh is not None:
-                self._credentials, warned = fresh, False
-                self.dialler.renew(fresh)
-                self.tell(f"{self._plan.name} has read new keys")
-            if not warned and (line := expiry_warning(self._credentials, self._plan.name)):
-                warned = True
-                self.tell(line)
-            await asyncio.sleep(KEYS_SECONDS)
-
     async def _close(self) -> None:
-        if hasattr(self, "_watching"):
-            self._watching.cancel()
         if hasattr(self, "node"):
             await self.node.close()
         if hasattr(self, "_listener"):

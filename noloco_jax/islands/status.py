@@ -84,16 +84,12 @@ class Watched:
       away: the reason for which it does not answer now; empty: it does.
       answered: time of the last answer.
       samples: (time, round, loss, perplexity) of its answers; None for each where it gave none.
-      totals: counters summed over its starts.
-      before: the last answer's counters, to see a restart.
     """
 
     status: pb.Status | None = None
     away: str = "not asked yet"
     answered: float = 0.0
     samples: deque = field(default_factory=lambda: deque(maxlen=_KEPT))
-    totals: dict[str, float] = field(default_factory=dict)
-    before: pb.Status | None = None
 
     def take(self, answer: pb.Status | str, now: float) -> None:
         """Keep an answer, or the reason for which there is none."""
@@ -101,19 +97,14 @@ class Watched:
             self.away = answer
             self.samples.append((now, None, None, None))
             return
-        for name in ("due", "committed", "one_sided"):
-            value, last = getattr(answer, name), getattr(self.before, name, 0)
-            grown = value - last if value >= last else value
-            self.totals[name] = self.totals.get(name, 0) + grown
-        self.status = self.before = answer
-        self.away, self.answered = "", now
+        self.status, self.away, self.answered = answer, "", now
         figures = _finite(answer.figures)
         self.samples.append((now, answer.round + 1, figures.get("loss"), figures.get("perplexity")))
 
     def to_json(self, now: float) -> dict[str, Any]:
         """Return what a page shows."""
         one = self.status
-        shown: dict[str, Any] = {"away": self.away, "samples": list(self.samples), "totals": self.totals}
+        shown: dict[str, Any] = {"away": self.away, "samples": list(self.samples)}
         if one is None:
             return shown
         return shown | {
@@ -121,6 +112,9 @@ class Watched:
             "seconds": now - self.answered,
             "round": one.round + 1,
             "step": one.step,
+            "due": one.due,
+            "committed": one.committed,
+            "one_sided": one.one_sided,
             "steps_late": one.steps_late if math.isfinite(one.steps_late) else None,
             "participation": one.committed / one.due if one.due else None,
             "partner": one.partner,

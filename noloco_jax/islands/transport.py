@@ -18,7 +18,7 @@ import grpc.aio
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.certificates import is_viewer, owner_and_issue
+from noloco_jax.islands.certificates import owner_and_issue
 from noloco_jax.islands.exchange import Broken, Unfit, send
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.roster import Address, Roster
@@ -57,11 +57,6 @@ class Dialler:
 
     def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
         self._roster, self._told = roster, dict(addresses)
-
-    def renew(self, credentials: Credentials) -> None:
-        """Dial with new keys from now on."""
-        self._credentials = credentials
-        self._channels.clear()  # those in use end with their calls
 
     @contextlib.asynccontextmanager
     async def exchange(self, peer: str) -> AsyncIterator["_Outgoing"]:
@@ -181,7 +176,7 @@ class Listener:
       node: answers calls: a `Node`.
       give: request for weights -> their frames.
       roster: () -> the roster by which callers are known.
-      credentials: () -> the island's present keys; None without TLS.
+      credentials: the island's keys; None without TLS.
     """
 
     def __init__(
@@ -189,11 +184,10 @@ class Listener:
         node: Any,
         give: Callable[[pb.WeightsRequest], AsyncGenerator[pb.WeightsFrame, None]],
         roster: Callable[[], Roster],
-        credentials: Callable[[], Credentials | None],
+        credentials: Credentials | None,
     ):
         self._node, self._give, self._roster, self._credentials = node, give, roster, credentials
         self._calls = Counter[str]()
-        self._served: Credentials | None = None
         self._server: grpc.aio.Server | None = None
 
     async def open(self, address: Address) -> int:
@@ -220,12 +214,13 @@ class Listener:
             ),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
-        self._served = self._credentials()
         try:
-            if self._served is None:
+            if (keys := self._credentials) is None:
                 port = self._server.add_insecure_port(str(address))
             else:
-                port = self._server.add_secure_port(str(address), self._server_credentials(self._served))
+                pair = [(keys.key, keys.certificate)]
+                server = grpc.ssl_server_credentials(pair, keys.authority, require_client_auth=True)
+                port = self._server.add_secure_port(str(address), server)
         except RuntimeError:
             port = 0
         if not port:
@@ -240,21 +235,6 @@ class Listener:
         if self._server is not None:
             await self._server.stop(0.2)
 
-    def _server_credentials(self, keys: Credentials) -> grpc.ServerCredentials:
-        """Return credentials that are read again at handshakes, after the keys were made anew."""
-
-        def fetch() -> Any:
-            present = self._credentials()
-            if present is None or present == self._served:
-                return None
-            self._served = present
-            return configuration(present)
-
-        def configuration(keys: Credentials) -> Any:
-            return grpc.ssl_server_certificate_configuration([(keys.key, keys.certificate)], keys.authority)
-
-        return grpc.dynamic_ssl_server_credentials(configuration(keys), fetch, require_client_authentication=True)
-
     async def _exchange(self, requests: Any, context: Any) -> None:
         async with self._call(context) as name:
             with contextlib.suppress(Broken):
@@ -262,8 +242,6 @@ class Listener:
 
     async def _greet(self, greeting: pb.Greeting, context: Any) -> pb.Status:
         async with self._call(context, greets=True) as name:
-            if is_viewer(name):
-                greeting = pb.Greeting()  # it may look, and nothing else
             try:
                 return await self._node.greeted(name, greeting)
             except Unfit as error:
@@ -304,7 +282,7 @@ class Listener:
 
     def _caller(self, context: Any) -> tuple[str, int]:
         """Return the name of a caller, and when its certificate was made."""
-        if self._credentials() is None:
+        if self._credentials is None:
             name = dict(context.invocation_metadata() or ()).get(_NAME, "")
             return (name if isinstance(name, str) else ""), 0
         names = context.auth_context().get("x509_subject_alternative_name", ())

@@ -88,13 +88,6 @@ def test_only_the_owner_can_read_a_key(roster):
     assert {path.name for path in (keys / "paris").iterdir()} == {"ca.pem", "cert.pem", "key.pem"}
 
 
-def test_the_keys_command_prints_what_to_do_with_each_key(roster, capsys):
-    keys = make(roster)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"made: {keys / 'paris'}, valid for 90 days; carry it to paris's machine")
-    assert said[-1].startswith(f"{keys / 'ca-key.pem'} signs for any name of test: no island needs it")
-
-
 def test_an_added_island_gets_keys_of_the_same_authority_and_other_keys_are_kept(roster, capsys):
     keys = make(roster)
     before = contents(keys)
@@ -114,12 +107,6 @@ def test_replace_overwrites_the_keys_of_the_named_islands_only(roster):
     changed = {path.relative_to(keys).as_posix() for path, content in contents(keys).items() if before[path] != content}
     assert changed == {"berlin/cert.pem", "berlin/key.pem"}
     load_keys(keys / "berlin", "berlin")
-
-
-def test_another_island_s_folder_beside_the_own_one_is_answered_with_the_own_one(roster):
-    keys = make(roster)
-    with pytest.raises(UserError, match=re.escape(f"made out to paris, not to berlin: give --keys={keys / 'berlin'}")):
-        load_keys(keys / "paris", "berlin")
 
 
 def test_replaced_keys_are_revoked_in_the_next_version_of_the_roster(roster, capsys):
@@ -210,7 +197,10 @@ def test_unusable_keys_are_refused_at_load_with_the_reason(tmp_path):
 
     refused(store(tmp_path / "a", ca, "berlin"), "is made out to berlin, not to paris")
     refused(store(tmp_path / "b", ca, "paris", not_before=now - 3 * day, not_after=now - day), "cert.pem expired on 20")
-    refused(store(tmp_path / "c", ca, "paris", not_before=now + 2 * day), "is valid only from 20")
+    refused(
+        store(tmp_path / "c", ca, "paris", not_before=now + 2 * day),
+        "valid only from .* set this machine's clock",
+    )
     folder = store(tmp_path / "d", ca, "paris")
     (folder / "ca.pem").write_bytes(foreign.cert_pem.bytes())
     refused(folder, "is not of this run's authority but of 'OU=Testing CA")
@@ -223,12 +213,6 @@ def test_unusable_keys_are_refused_at_load_with_the_reason(tmp_path):
     refused(folder, "cert.pem is no certificate in PEM")
     (folder / "cert.pem").unlink()
     refused(folder, "cert.pem cannot be read")
-
-
-def test_a_certificate_that_is_not_valid_yet_points_to_the_clock(tmp_path):
-    later = datetime.datetime.now() + datetime.timedelta(days=2)
-    with pytest.raises(UserError, match="set this machine's clock if it is behind, else have a new one made"):
-        load_keys(store(tmp_path / "keys", trustme.CA(), "paris", not_before=later), "paris")
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path):

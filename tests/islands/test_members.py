@@ -85,18 +85,20 @@ def test_a_member_s_new_address_holds_until_it_tells_another_one():
     assert run_virtual(main()) == [moved, moved, moved, None]
 
 
-def test_keys_made_anew_are_read_while_the_island_trains_and_the_old_ones_refused(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("noloco_jax.islands.network.KEYS_SECONDS", 0.2)
+def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run, tmp_path):
     path, keys = run
     roster = read_roster(path)
     paris, berlin = (LiveIsland(name, roster, tmp_path, keys / name) for name in roster.names)
-    with training(paris, berlin):
-        wait_for(lambda: berlin.step > 20)
-        assert island(["keys", f"--roster={path}", f"--out={keys}", "--replace=berlin"]) == 0
-        wait_for(lambda: any("has read new keys" in line for line in berlin.lines))
-        wait_for(lambda: paris.link.node.roster.version == 2)
-        known = len(paris.met)
-        wait_for(lambda: sum(met.outcome in ("met", "late") for met in paris.met[known:][-10:]) >= 8)
+    with training(paris):
+        with training(berlin):
+            wait_for(lambda: berlin.step > 20)
+            assert island(["keys", f"--roster={path}", f"--out={keys}", "--replace=berlin"]) == 0
+            wait_for(lambda: paris.link.node.roster.version == 2)
+            known = len(paris.met)
+            wait_for(lambda: [met.outcome for met in paris.met[known:][-6:]] == ["alone"] * 6)
+        again = LiveIsland("berlin", roster, tmp_path, keys / "berlin")
+        with training(again):
+            wait_for(lambda: sum(met.outcome in ("met", "late") for met in again.met) >= 6)
 
 
 @pytest.mark.parametrize(

@@ -115,20 +115,6 @@ def test_a_revoked_certificate_is_refused_on_both_sides(keys, tmp_path):
     assert "revoked" in asyncio.run(main(old["paris"], new["berlin"]))
 
 
-def test_a_viewer_opens_the_status_and_nothing_else(keys):
-    async def main():
-        async with served(keys["paris"]) as (node, port), dialler("viewer_ann", keys["viewer_ann"], port) as one:
-            assert (await one.greet("paris", pb.Greeting(wants_details=True, phase=pb.Status.LEAVING), 60.0)).round == 7
-            assert node.greetings == [pb.Greeting()]
-            with pytest.raises(Broken, match="no member"):
-                async for _ in one.weights("paris", pb.WeightsRequest()):
-                    pass
-            with pytest.raises(Broken, match="no member"):
-                await echoed(one, b"x")
-
-    asyncio.run(main())
-
-
 def test_weights_come_in_order_and_a_refusal_has_its_reason(keys):
     async def main():
         async with served(keys["paris"]) as (_, port), dialler("berlin", keys["berlin"], port) as one:

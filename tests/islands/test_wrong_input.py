@@ -111,14 +111,14 @@ def test_a_port_in_use_is_reported(config, roster, compiled):
 def test_an_island_that_runs_already_is_reported(config, roster, compiled, tmp_path):
     paris = LiveIsland("paris", read_roster(roster), tmp_path)
     with training(paris):
-        wait_for(lambda: hasattr(paris.link, "_watching"))
+        wait_for(lambda: hasattr(paris.link, "_listener"))
         assert "paris runs already" in error_line(command(config, roster), compiled)
 
 
 def test_a_difference_from_the_other_islands_is_named_on_both_sides(config, roster, compiled, tmp_path):
     berlin = LiveIsland("berlin", read_roster(roster), tmp_path, identity={"protocol": "1"})
     with training(berlin):
-        wait_for(lambda: hasattr(berlin.link, "_watching"))
+        wait_for(lambda: hasattr(berlin.link, "_listener"))
         line = error_line(command(config, roster), compiled)
         hint = "(install one version of noloco_jax on both)"
         assert line == f"most islands refuse paris: protocol: {PROTOCOL} here, 1 at berlin {hint}"

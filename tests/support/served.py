@@ -22,8 +22,8 @@ def roster_at(ports: dict[str, int], run: str = "served", **fields: Any) -> Rost
 
 def keys_in(folder: Path, run: str = "served") -> dict[str, Credentials]:
     """Make keys of a run, and return those of its islands."""
-    make_keys(roster_at({}, run), folder, 30, viewers=["viewer_ann"])
-    return {name: load_keys(folder / name, name) for name in (*NAMES, "viewer_ann")}
+    make_keys(roster_at({}, run), folder, 30)
+    return {name: load_keys(folder / name, name) for name in NAMES}
 
 
 class Echo:
@@ -68,7 +68,7 @@ async def served(
 ) -> AsyncIterator[tuple[Any, int]]:
     """Serve as paris; give the node and the port."""
     node = node or Echo()
-    listener = Listener(node, node.give, lambda: roster or roster_at({}), lambda: credentials)
+    listener = Listener(node, node.give, lambda: roster or roster_at({}), credentials)
     port = await listener.open(Address("127.0.0.1", 0))
     try:
         yield node, port
