@@ -30,8 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.bench.measure import FAILED, REFUSED, Result, work
-from noloco_jax.bench.report import Row, show
+from noloco_jax.bench.report import FAILED, REFUSED, Result, Row, show
 from noloco_jax.choices import check_given_once, combinations, parse_choices
 from noloco_jax.config import TrainConfig, from_dict, load_config, make_parser, split_overrides, to_dict
 from noloco_jax.errors import UserError
@@ -45,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = _parser().parse_args(own)
     _check(flags)
     variants = make_variants(flags.config, overrides, flags.vary)
+    from noloco_jax.bench.measure import work  # imports jax, for which --help and wrong flags do not wait
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM ends the variant's process too
     console = make_console()
     options = {name: getattr(flags, name) for name in ("steps", "data_seconds", "compile_only", "profile")}

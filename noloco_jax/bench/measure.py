@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from noloco_jax.bench.report import FAILED, REFUSED, Result
 from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
 from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
 from noloco_jax.config import TrainConfig, from_dict
@@ -24,8 +25,6 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.train.messages import messages_of, num_pairings
 
-Result = dict[str, Any]
-FAILED, REFUSED = 1, 2  # exit statuses of a variant that has no result
 # A trace names the operations of a CUDA graph after the graph; no sequence of kernels is long enough to become one.
 _NO_CUDA_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 _STEPS = ("inner_step", "outer_step")

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from noloco_jax.bench.measure import Result
 from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import (
     format_bytes,
@@ -18,11 +17,13 @@ from noloco_jax.formatting import (
     markdown_table,
 )
 
+Result = dict[str, Any]  # of a variant: `measure`'s figures, or `error` and `status`
+FAILED, REFUSED = 1, 2  # exit statuses of a variant that has no figures
 _DATA_MARGIN = 3  # the data pipeline alone should be this many times as fast as the trainer
 
 
 class Row(NamedTuple):
-    """A variant and its result: `measure`'s, or `error` and `status`."""
+    """A variant and its result."""
 
     label: str
     config: TrainConfig

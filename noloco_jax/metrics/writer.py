@@ -84,30 +84,24 @@ class MetricWriter:
                 path.replace(path.with_name(path.name + ".old"))
             else:
                 _drop_after(path, resume_step)
+        if wandb is not None:
+            self._wandb = wandb.init(
+                project=wandb_project,
+                id=_wandb_id(folder, fresh=resume_step is None),
+                resume="allow",
+                dir=str(folder),
+                config=dict(run_config or {}),
+                **wandb_labels,
+            )
         self._file = path.open("a", encoding="utf-8")
-        try:
-            if tensorboard:
-                from noloco_jax.metrics.tensorboard import (
-                    TensorBoardWriter,  # imported only here, since it loads protobuf
-                )
+        if tensorboard:
+            from noloco_jax.metrics.tensorboard import TensorBoardWriter  # imported here, since it loads protobuf
 
-                events = folder / TENSORBOARD_FOLDER
-                if resume_step is None and events.exists():
-                    shutil.rmtree(folder / "tensorboard.old", ignore_errors=True)
-                    events.rename(folder / "tensorboard.old")
-                self._tensorboard = TensorBoardWriter(events, None if resume_step is None else resume_step + 1)
-            if wandb is not None:
-                self._wandb = wandb.init(
-                    project=wandb_project,
-                    id=_wandb_id(folder, fresh=resume_step is None),
-                    resume="allow",
-                    dir=str(folder),
-                    config=dict(run_config or {}),
-                    **wandb_labels,
-                )
-        except BaseException:
-            self.close()
-            raise
+            events = folder / TENSORBOARD_FOLDER
+            if resume_step is None and events.exists():
+                shutil.rmtree(folder / "tensorboard.old", ignore_errors=True)
+                events.rename(folder / "tensorboard.old")
+            self._tensorboard = TensorBoardWriter(events, None if resume_step is None else resume_step + 1)
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         """Write the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval".

@@ -8,7 +8,7 @@ import pytest
 
 from noloco_jax.bench import command
 from noloco_jax.bench.command import in_own_process, make_variants
-from noloco_jax.bench.measure import REFUSED
+from noloco_jax.bench.report import REFUSED
 from noloco_jax.errors import UserError
 from support import platforms, processes
 from support.benchmarks import end_by_sigkill

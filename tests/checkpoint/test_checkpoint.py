@@ -237,16 +237,6 @@ def test_another_number_of_replicas_requires_a_matching_elastic_setting(choice):
             elastic.check_elastic(changed(num_replicas, choice), saved_shape)
 
 
-def test_files_that_orbax_keeps_for_itself_are_not_needed(tmp_path):
-    """Another version of Orbax may write others, which says nothing against a checkpoint."""
-    state = saved(tmp_path, CONFIG)
-    own = [*(tmp_path / "checkpoints/3").rglob("commit_success.txt"), tmp_path / "checkpoints/3/_CHECKPOINT_METADATA"]
-    assert len(own) > 1
-    for path in own:
-        path.unlink()
-    assert_equal(restored(tmp_path, CONFIG)[0], state)
-
-
 def test_from_step_goes_back_from_a_damaged_checkpoint_and_sets_it_aside(tmp_path):
     save_steps(tmp_path, 2, 3)
     (tmp_path / "checkpoints/3/digests.txt").write_bytes(b"torn")
@@ -381,14 +371,6 @@ def test_a_lost_process_during_a_save_is_not_reported_as_a_full_disk(tmp_path, m
             checkpoints.save(3, random_state(programs_of(CONFIG).state), positions(4))
 
 
-def test_restore_params_returns_the_saved_weights_on_the_host(tmp_path):
-    state = saved(tmp_path, changed(replica=2, fsdp=2))
-    with Checkpointer(tmp_path, CONFIG) as checkpoints:
-        params = checkpoints.open(3).params()
-    assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
-    jax.tree.map(np.testing.assert_array_equal, params, state.params)
-
-
 def test_restore_params_removes_the_vocabulary_padding_of_stages(tmp_path):
     state = random_state(programs_of(CONFIG).state)
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
@@ -396,6 +378,7 @@ def test_restore_params_removes_the_vocabulary_padding_of_stages(tmp_path):
         checkpoints.save(3, state._replace(params=padded), positions(4))
     with Checkpointer(tmp_path, CONFIG, read_only=True) as checkpoints:
         params = checkpoints.open(3).params()
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
 
 

@@ -34,6 +34,11 @@ def is_picture(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
+WHOLE = {"perplexity": 5.0, "perplexity_replicas": [5.0] * 8, "perplexity_merged": 4.0, "replica_spread": 1e-3}
+FEWER = WHOLE | {"perplexity_replicas": [4.5] * 4}
+ISLAND = {"island": "paris", "perplexity": 5.0}
+
+
 @pytest.mark.parametrize(
     "figures",
     [
@@ -50,13 +55,11 @@ def test_plot_curves_handles_runs_of_any_size_and_non_finite_values(tmp_path, fi
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
-def test_plot_curves_handles_a_run_resumed_with_fewer_replicas(tmp_path):
-    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
-    for step, replicas in ((1, [5.0] * 8), (2, [4.5] * 4)):
-        writer.write(
-            step, "eval", perplexity=5.0, perplexity_replicas=replicas, perplexity_merged=4.0, replica_spread=1e-3
-        )
-    writer.close()
+@pytest.mark.parametrize("evals", [(WHOLE, FEWER), (ISLAND, WHOLE), (WHOLE, ISLAND)], ids=["fewer", "one", "islands"])
+def test_plot_curves_handles_a_run_that_resumed_with_fewer_replicas_or_in_another_mode(tmp_path, evals):
+    with MetricWriter(tmp_path, resume_step=None, tensorboard=False) as writer:
+        for step, values in enumerate(evals, start=1):
+            writer.write(step, "eval", **values)
     assert is_picture(plot_curves(tmp_path))
 
 
@@ -85,24 +88,12 @@ def test_the_plot_of_an_island_omits_the_merged_model_and_the_replica_spread(tmp
 
 @pytest.mark.parametrize("island", [{}, {"island": "paris"}])
 def test_the_plot_of_a_mixture_shows_each_source_of_the_last_evaluation(island):
-    whole = {"perplexity": 5.0, "perplexity_replicas": [5.0], "perplexity_merged": 4.0, "replica_spread": 1e-3}
     sources = [{"gone": 3.0}, {"web": 5.0, "step": 4.0}, {"web": None, "step": 3.0}]
     evals = [
-        {"step": step, "kind": "eval", **whole, **island, "perplexity_by_source": by_source}
+        {"step": step, "kind": "eval", **WHOLE, **island, "perplexity_by_source": by_source}
         for step, by_source in enumerate(sources, start=1)
     ]
     assert legends(evals)["Validation perplexity"][-2:] == ["on web", "on step"]
-
-
-@pytest.mark.parametrize("is_island_first", [True, False])
-def test_plot_curves_handles_a_switch_between_islands_and_one_program(tmp_path, is_island_first):
-    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
-    whole = {"perplexity": 5.0, "perplexity_replicas": [5.0] * 2, "perplexity_merged": 4.0, "replica_spread": 1e-3}
-    island = {"island": "paris", "perplexity": 5.0}
-    for step, values in enumerate((island, whole) if is_island_first else (whole, island), start=1):
-        writer.write(step, "eval", **values)
-    writer.close()
-    assert is_picture(plot_curves(tmp_path))
 
 
 @pytest.mark.parametrize("text", [None, "", '{"step": 1, "kind": "other"}\n'])

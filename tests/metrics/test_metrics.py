@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,12 +80,9 @@ def test_a_torn_last_line_is_skipped_and_removed_on_resume(tmp_path, torn):
 
 DAMAGED = {
     "torn": b'{"step": 2, "ki\n',
-    "NUL": bytes(300) + b"\n",
     "binary": bytes(range(256)) + b"\n",  # with a newline and every other byte that str.splitlines splits at
     "no object": b"3\n",
-    "no step": b'{"kind": "train"}\n',
     "no kind": b'{"step": 2, "kinf": "train"}\n',
-    "a step in words": b'{"step": "two", "kind": "train"}\n',
     "two in one": b'{"step": 2, "kind": "tr{"step": 3, "kind": "train"}\n',
 }
 
@@ -159,25 +156,6 @@ def test_wandb_gets_the_same_numbers_and_a_resume_continues_its_run(tmp_path, mo
     assert wandb.logged == [(5, {"train/loss": 1.5})] * 3
     assert (first["project"], first["config"], resumed["resume"]) == ("p", {"seed": 1}, "allow")
     assert first["id"] == resumed["id"] != fresh["id"]
-
-
-def test_a_wandb_that_does_not_begin_leaves_no_file_open(tmp_path, monkeypatch):
-    wandb, opened = FakeWandb(), []
-    open_file = Path.open
-
-    def noted(path: Path, *arguments: Any, **options: Any) -> IO[Any]:
-        opened.append(open_file(path, *arguments, **options))
-        return opened[-1]
-
-    def refuse(**_: Any) -> None:
-        raise ConnectionError("no answer")
-
-    wandb.init = refuse  # type: ignore[method-assign]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(Path, "open", noted)
-    with pytest.raises(ConnectionError):
-        MetricWriter(tmp_path, resume_step=None, wandb_project="p")
-    assert opened and all(file.closed for file in opened)
 
 
 def test_wandb_is_imported_only_if_asked_for_and_required_before_anything_is_written(tmp_path, monkeypatch):
