@@ -179,7 +179,7 @@ def test_jobs_share_the_visible_gpus_and_their_memory(environment, jobs, gpus, m
         (["--vary=outer.sync_evry=5"], ["unknown config field 'outer.sync_evry'", "did you mean 'outer.sync_every'"]),
         (["--vary=outer.sync_every"], ["FIELD=VALUE"]),
         (["--vary=outer.sync_every=5,5"], ["twice"]),
-        (["--vary=outer.sync_every=5,x"], ["outer.sync_every", "int"]),
+        (["--vary=outer.sync_every=5,x"], ["outer.sync_every", "whole number"]),
         (["--vary=seed=5,6"], ["--seeds"]),
         (["--vary=outer=5"], ["'outer' is a group"]),
         (["--config.method=ddp"], ["method='ddp'", "noloco"]),
