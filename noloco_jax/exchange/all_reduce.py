@@ -38,10 +38,9 @@ class AllExchange(Exchange):
 
     def mean(self, outgoing: Outgoing, number: Any, fragments: Fragments) -> tuple[PyTree, None]:
         """See `Exchange`."""
-        message = outgoing.message
-        if self.wire.exact:
+        message, axes = outgoing.message, ReplicaAxes.bound(self.axis_name)
+        if self.wire.exact or axes.num_replicas == 1:
             return all_mean(message, self.axis_name), None
-        axes = ReplicaAxes.bound(self.axis_name)
         warn_if_sharded(message, axes)
         dims = fragments.block_dims(message)
         leaves, structure = jax.tree.flatten(encode(self.wire, message, dims))

@@ -9,7 +9,7 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.exchange.all_reduce import AllExchange
-from noloco_jax.exchange.wire import wire_of
+from noloco_jax.exchange.wire import Blocks, wire_of
 from noloco_jax.outer.rule import Outgoing
 from support.exchanges import LAST
 from support.layouts import Layout, axis_of, over_replicas, state_at_start
@@ -69,6 +69,13 @@ def test_quantized_diloco_steps_along_the_rounded_mean(nesterov):
         gain = 1.25 if nesterov else 1
         assert_is_rounded((state.rule.slow[name][0] - still[0]) / gain, (x - slow[name]) / 2, "int4")
         np.testing.assert_array_equal(params[name], np.broadcast_to(params[name][:1], x.shape))
+
+
+def test_a_replica_alone_keeps_its_own_message():
+    exchange = AllExchange(Blocks("int4"), "replica")
+    x = tree(3)["matrix"][:1]
+    mean = jax.jit(over_replicas(lambda x: exchange.mean(Outgoing(x), jnp.int32(0), LAST)[0], 1))(x)
+    np.testing.assert_array_equal(mean, x)
 
 
 def test_a_nan_reaches_all_replicas_and_only_its_block():
