@@ -90,11 +90,15 @@ class WorkdirLock:
                     f"{path} cannot be opened ({error.strerror}): it is of another user's trainer; give another "
                     "--workdir"
                 ) from None
-            if try_lock(file.fileno()) is False:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 raise UserError(
                     f"{self._workdir} is in use by {_parse(path.read_bytes()) or 'a trainer'}: wait for its end, stop "
                     "it, or give another --workdir"
-                )
+                ) from None
+            except OSError:
+                pass  # the file system has no such locks
             now = time.strftime("%Y-%m-%d %H:%M:%S %z")
             file.truncate(0)
             file.write(json.dumps(Holder(socket.gethostname(), os.getpid(), now, _boot())._asdict()).encode())
@@ -106,17 +110,6 @@ class WorkdirLock:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-
-
-def try_lock(file: int) -> bool | None:
-    """Lock an open file, which may be written to; return None where its file system has no such locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _parse(content: bytes) -> Holder | None:
