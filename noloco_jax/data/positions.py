@@ -130,26 +130,23 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
         raise UserError(f"num_replicas={num_replicas}: data positions are for at least one replica")
     if num_replicas == len(states):
         return [dict(state) for state in states]
-    shared = {"num_replicas": num_replicas, "source": states[0]["source"]}
-    if "positions" not in states[0]:
-        return [
-            {"replica": j} | shared | position.to_json() for j, position in enumerate(_divide(states, num_replicas))
-        ]
     by_source = {
         name: _divide([state | state["positions"][name] for state in states], num_replicas)
         for name in states[0]["positions"]
     }
     return [
-        {"replica": j}
-        | shared
-        | {"drawn": states[j % len(states)]["drawn"]}
-        | {"positions": {name: divided[j].to_json() for name, divided in by_source.items()}}
+        {
+            **states[j % len(states)],
+            "replica": j,
+            "num_replicas": num_replicas,
+            "positions": {name: divided[j].to_json() for name, divided in by_source.items()},
+        }
         for j in range(num_replicas)
     ]
 
 
 def _divide(states: Sequence[dict[str, Any]], num_replicas: int) -> list[DataPosition]:
-    """Redistribute one source, whose positions stand at the top of `states`."""
+    """Redistribute one source, whose positions are merged into `states`."""
     last_epoch = max(state["epoch"] for state in states)
     remainders = [_remainder(state, last_epoch) for state in states]
     divided: list[tuple[ShardPosition, ...]] = []

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,41 +25,21 @@ _PREFETCHED_BATCHES = 4
 OpenSequences = Callable[[str, DataPosition], Generator[tuple[HostSequence, DataPosition]]]
 
 
-class StreamPosition(NamedTuple):
-    """The position of a stream in all of its sources.
-
-    Attributes:
-      drawn: number of sequences taken; the order of the sources continues from there.
-      by_source: name of a source -> the position in it.
-    """
-
-    drawn: int
-    by_source: Mapping[str, DataPosition]
-
-    def to_json(self) -> dict[str, Any]:
-        if list(self.by_source) == ["data"]:
-            return self.by_source["data"].to_json()
-        positions = {name: position.to_json() for name, position in self.by_source.items()}
-        return {"drawn": self.drawn, "positions": positions}
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> "StreamPosition":
-        if "positions" not in state:
-            return cls(0, {"data": DataPosition.from_json(state)})
-        positions = {name: DataPosition.from_json(position) for name, position in state["positions"].items()}
-        return cls(state["drawn"], positions)
+def _state(drawn: int, by_source: Mapping[str, DataPosition]) -> dict[str, Any]:
+    """Return the state after `drawn` sequences, with which the order of the sources goes on, as JSON can hold it."""
+    return {"drawn": drawn, "positions": {name: position.to_json() for name, position in by_source.items()}}
 
 
 def _batches(
     open_sequences: OpenSequences, mixture: Mixture, replica: int, batch_size: int, state: Mapping[str, Any]
 ) -> Generator[tuple[HostBatch, dict[str, Any]]]:
-    """Yield the batches from a `StreamPosition` on without end, each with the position after it, both as JSON.
+    """Yield the batches from a state on without end, each with the state after it.
 
     Replica i stands i places further in the order of sources than replica 0: what all replicas read at a time is then
     a stretch of that order too, and has every source in its share.
     """
-    drawn, by_source = StreamPosition.from_json(state)
-    by_source = dict(by_source)
+    drawn = state["drawn"]
+    by_source = {name: DataPosition.from_json(position) for name, position in state["positions"].items()}
     with ExitStack() as stack:
         sources = {name: stack.enter_context(closing(open_sequences(name, start))) for name, start in by_source.items()}
         while True:
@@ -70,7 +50,7 @@ def _batches(
                 rows.append(row)
                 drawn += 1
             batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
-            yield batch, StreamPosition(drawn, by_source).to_json()
+            yield batch, _state(drawn, by_source)
 
 
 _open_streams: "weakref.WeakSet[Stream]" = weakref.WeakSet()
@@ -105,7 +85,7 @@ class Stream(Iterator[HostBatch]):
         replica, num_replicas = identity["replica"], identity["num_replicas"]
         self._identity = identity
         make = functools.partial(_batches, open_sequences, mixture, replica, batch_size)
-        start = StreamPosition(0, dict.fromkeys(mixture.shares, start_position(replica, num_replicas))).to_json()
+        start = _state(0, dict.fromkeys(mixture.shares, start_position(replica, num_replicas)))
         self._batches = prefetched(make, start, _PREFETCHED_BATCHES)
         _open_streams.add(self)
 
@@ -152,7 +132,7 @@ class Stream(Iterator[HostBatch]):
                 "give each replica its own"
             )
         _check_same_data(state["source"], self._identity["source"])
-        self._batches.set_state(StreamPosition.from_json(state).to_json())
+        self._batches.set_state({name: state[name] for name in ("drawn", "positions")})
 
     def close(self) -> None:
         """End the thread. The stream yields nothing afterwards."""

@@ -69,7 +69,9 @@ def random_state(like: TrainState) -> TrainState:
 def position(replica: int, num_replicas: int) -> dict:
     """Return a data position in the form that a stream reports."""
     shard = [0, replica, num_replicas, 10 + replica, 1, 3, []]
-    return {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}, "epoch": 0, "shards": [shard]}
+    positions = {"data": {"epoch": 0, "shards": [shard]}}
+    of = {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}}
+    return of | {"drawn": 0, "positions": positions}
 
 
 def positions(num_replicas: int) -> dict[int, dict]:

@@ -50,7 +50,12 @@ def random_state() -> TrainState:
 
 def save(workdir: Path, *steps: int) -> TrainState:
     shard = [0, 0, 4, 10, 1, 3, []]
-    position = {"num_replicas": 4, "source": {"files": 4}, "epoch": 0, "shards": [shard]}
+    position = {
+        "num_replicas": 4,
+        "source": {"files": 4},
+        "drawn": 0,
+        "positions": {"data": {"epoch": 0, "shards": [shard]}},
+    }
     state = random_state()
     with Checkpointer(workdir, CONFIG) as checkpoints:
         for step in steps:

@@ -161,10 +161,8 @@ def test_changing_the_number_of_replicas_skips_and_repeats_no_token(tmp_path):
         last_epoch = max(position["epoch"] for state in states for position in state["positions"].values())
         finishing = open_streams(one_by_one, numbers[-1])
         for stream, state in zip(finishing, states, strict=True):
-            common = {"replica": state["replica"], "num_replicas": state["num_replicas"]}
             for group, alone in configs_by_source(config).items():
-                position = before_next_document(alone, common | state["positions"][group])
-                state["positions"][group] = {name: position[name] for name in ("epoch", "shards")}
+                state = before_next_document(alone, state, group)
             stream.set_state(state)
         delivered += read_epochs(finishing, last_epoch)
         assert Counter(delivered) == dict.fromkeys(every_id(counts), last_epoch + 1), numbers

@@ -15,6 +15,7 @@ from noloco_jax.storage import retries
 from noloco_jax.storage.retries import RETRY_DELAYS, with_retries
 from support.data_makers import (
     open_streams,
+    position_of,
     read_through,
     validation_batches,
     write_counting,
@@ -182,7 +183,7 @@ def test_the_rest_of_a_damaged_file_is_left_out_with_one_warning(tmp_path, capfd
     config, damaged = damaged_set(kind, tmp_path)
     (stream,) = open_streams(replace(config, num_workers=num_workers), 1, BYTE)
     found = bytearray()
-    while stream.get_state()["epoch"] < 2:
+    while position_of(stream).epoch < 2:
         found += bytes(token for token in next(stream)["input_ids"].ravel().tolist() if token < 256)
     stream.close()
     first_file = "".join(incompressible_texts(200)[:100]).encode()

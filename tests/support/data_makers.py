@@ -180,17 +180,22 @@ def needs_tokenizer(config: DataConfig) -> bool:
     return RunData(config, seed=0).needs_tokenizer
 
 
-def before_next_document(config: DataConfig, state: dict[str, Any]) -> dict[str, Any]:
+def before_next_document(config: DataConfig, state: dict[str, Any], group: str = "data") -> dict[str, Any]:
     """`state` without the shards in front that hold no further document; a redistributed state may have some."""
     source = open_source(config, validation=False, seed=0, vocab_size=None)
-    documents = ReplicaDocuments("data", source, state["replica"], state["num_replicas"])
-    with closing(read_records(documents, DataPosition.from_json(state))) as records:
-        return state | next(records)[1].to_json()
+    documents = ReplicaDocuments(group, source, state["replica"], state["num_replicas"])
+    with closing(read_records(documents, DataPosition.from_json(state["positions"][group]))) as records:
+        return state | {"positions": state["positions"] | {group: next(records)[1].to_json()}}
+
+
+def position_of(stream: Stream) -> DataPosition:
+    """The position of a stream of one source."""
+    return DataPosition.from_json(stream.get_state()["positions"]["data"])
 
 
 def read_through(stream: Stream, epoch: int) -> list[int]:
     """The input ids up to the end of an epoch; batches must hold one token, for the state to show the exact end."""
     ids = []
-    while DataPosition.from_json(stream.get_state()).shards[0].epoch <= epoch:
+    while position_of(stream).shards[0].epoch <= epoch:
         ids.append(int(next(stream)["input_ids"][0, 0]))
     return ids
