@@ -13,7 +13,11 @@ from support.paths import ROOT
 
 @pytest.mark.parametrize(
     ("number", "status", "reason"),
-    [(signal.SIGTERM, 75, "stopped by SIGTERM"), (signal.SIGINT, 130, "stopped by Ctrl-C")],
+    [
+        (signal.SIGTERM, 75, "stopped by SIGTERM"),
+        (signal.SIGHUP, 75, "stopped by SIGHUP"),
+        (signal.SIGINT, 130, "stopped by Ctrl-C"),
+    ],
 )
 def test_a_signal_stops_a_process_after_its_step(number, status, reason):
     with Stop(OneProcess()) as stop:
@@ -83,13 +87,6 @@ def test_several_processes_stop_when_they_agree_and_leave_signals_to_jax():
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
         assert [stop.is_due() for _ in range(2)] == [False, True]
     assert (stop.exit_status, stop.reason) == (75, "stopped by SIGTERM")
-
-
-def test_a_hangup_stops_a_process_after_its_step_as_a_sigterm_does():
-    with Stop(OneProcess()) as stop:
-        signal.raise_signal(signal.SIGHUP)
-        assert stop.is_due()
-    assert (stop.exit_status, stop.reason) == (75, "stopped by SIGHUP")
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored():

@@ -14,7 +14,7 @@ from noloco_jax.data.source import WindowShuffledShard, seeded_permutation
 from noloco_jax.data.text import TextSource, find_text_files
 from noloco_jax.data.tokenizers import DocumentEncoder
 from noloco_jax.errors import UserError
-from support.data_makers import OPTIONS, CountingTokenizer, check_data, open_streams, validation_batches, write_c4
+from support.data_makers import OPTIONS, CountingTokenizer, check_data, validation_batches, write_c4
 
 BYTE = ByteTokenizer()
 ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False, vocab_size=None)
@@ -102,13 +102,6 @@ def test_c4_validation_files_are_found_in_the_training_folder_or_another(tmp_pat
         (batch,) = validation_batches(replace(config, validation_path=path), CountingTokenizer(), num_batches=3)
         assert batch["input_ids"].tolist() == [list(range(first, first + 8))]
     check_data(config)
-
-
-def test_text_that_yields_no_token_is_skipped(tmp_path):
-    write_c4(tmp_path, [["", "ab", "", "c"]])
-    config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", sequence_length=7, batch_size=1)
-    (stream,) = open_streams(replace(config, shuffle_buffer=1), 1, BYTE)
-    assert next(stream)["input_ids"].tolist() == [[256, 97, 98, 257, 256, 99, 257]]
 
 
 @pytest.mark.parametrize("excluded", ["snapshot/valid.txt", "blobs/2", "snapshot/held_out", "blobs"])
