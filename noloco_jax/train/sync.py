@@ -116,16 +116,20 @@ class _Sampled:
         self._every, self._last, self._unmeasured = every, -every, 0
 
     def run(
-        self, step: int, count: int, state: TrainState, work: Callable[[TrainState], TrainState]
+        self, step: int, state: TrainState, numbers: range, work: Callable[[TrainState, int], TrainState]
     ) -> tuple[TrainState, float]:
-        """Do work that counts `count` times; return the seconds of all work since the last measurement, or 0."""
-        self._unmeasured += count
-        if step - self._last < self._every:
-            return work(state), 0.0
-        jax.block_until_ready(state)
+        """Do the work of each number; return the seconds of all work since the last measurement, or 0."""
+        is_measured = step - self._last >= self._every
+        self._unmeasured += len(numbers)
+        if is_measured:
+            jax.block_until_ready(state)
         started = time.perf_counter()
-        state = jax.block_until_ready(work(state))
-        seconds = (time.perf_counter() - started) / count * self._unmeasured
+        for number in numbers:
+            state = work(state, number)
+        if not is_measured:
+            return state, 0.0
+        jax.block_until_ready(state)
+        seconds = (time.perf_counter() - started) / len(numbers) * self._unmeasured
         self._last, self._unmeasured = step, 0
         return state, seconds
 
@@ -168,14 +172,8 @@ class CollectiveSync(Sync):
         if self._programs.correct_step is None:
             return state
         num_outer_steps, first = self._counted(state)
-
-        def apply(state: TrainState) -> TrainState:
-            for number in range(first, end):
-                state = self._apply_correction(state, number)
-            return state
-
         if first < end:
-            state, seconds = self._correction_timing.run(step, end - first, state, apply)
+            state, seconds = self._correction_timing.run(step, state, range(first, end), self._apply_correction)
             self._counts, self._seconds_correcting = (num_outer_steps, end), self._seconds_correcting + seconds
         return state
 
@@ -183,13 +181,7 @@ class CollectiveSync(Sync):
         if count == 0:
             return state, None
         first, num_applied = self._counted(state)
-
-        def take(state: TrainState) -> TrainState:
-            for number in range(first, first + count):
-                state = self._outer_step(state, number)
-            return state
-
-        state, seconds = self._outer_timing.run(step, count, state, take)
+        state, seconds = self._outer_timing.run(step, state, range(first, first + count), self._outer_step)
         self._counts = first + count, num_applied
         seconds, self._seconds_correcting = seconds + self._seconds_correcting, 0.0
         return state, OuterSteps(first, count, seconds)

@@ -14,6 +14,7 @@ from noloco_jax.formatting import (
     format_si,
     format_spread,
     format_tokens_per_second,
+    markdown_table,
     parse_bandwidth,
     parse_count,
     parse_seconds,
@@ -57,3 +58,12 @@ def test_figures_are_printed_with_few_digits_and_their_unit(write, values, texts
 )
 def test_a_number_that_rounds_to_a_thousand_takes_the_next_prefix(write, value, text):
     assert write(value) == text
+
+
+def test_a_table_is_markdown_and_aligned():
+    assert markdown_table(["who", "unit", "n"], [["a", "s", "10"], ["be", "min", "2"]], left=2).splitlines() == [
+        "| who | unit |  n |",
+        "| --- | ---- | -: |",
+        "| a   | s    | 10 |",
+        "| be  | min  |  2 |",
+    ]
