@@ -83,7 +83,7 @@ class Pace:
     def has_paused_in_vain(self) -> bool:
         """True if all pauses that were earned are spent, and this island is still earlier than its last partner."""
         with self._lock:
-            return self._earned < 1 and self._lead > 0
+            return self._earned < 1 and self._lead > 0 and not self._by_time
 
     def round_ended(self, round: int, now: float) -> None:
         with self._lock:

@@ -80,6 +80,7 @@ def test_unequal_islands_meet_in_nearly_every_round_with_time_s_pace(speeds, sto
         due = [met for met in sim.met if met.round >= 40 and met.reason != "leaving"]
         met = [one for one in due if one.outcome in ("met", "late")]
         assert len(met) >= 0.97 * len(due), (sim.name, [one for one in due if one.outcome == "alone"])
+        assert not any("--pace=time" in line for line in sim.lines)
     fastest = sims[0]
     assert fastest.inner_steps > 0.93 * 4000  # it takes nearly every step, but after a stop
     assert sims[2].inner_steps < 0.5 * 4000
