@@ -172,7 +172,7 @@ class CatchUp:
 
     async def watch(self) -> None:
         """Catch up whenever the island is too far behind, for as long as it trains."""
-        node, patience = self._node, self._node.settings.patience
+        node, patience = self._node, self._node.patience
         while True:
             await node.until(lambda: any(peer.round - node.round >= patience for peer in node.peers.values()))
             if node.phase == pb.Status.TRAINING:
@@ -189,7 +189,7 @@ class CatchUp:
         node, now = self._node, asyncio.get_running_loop().time()
         found = training(statuses)
         lag = statistics.median_low(status.round - node.round for status in found) if found else 0
-        if lag <= node.settings.patience:
+        if lag <= node.patience:
             self._stuck = None
             return False
         if not has_trained or lag * self._round_seconds(found) > REACH_SECONDS:
@@ -240,7 +240,7 @@ class CatchUp:
     def _check(self, position: pb.Position, statuses: dict[str, pb.Status]) -> None:
         """Raise `Unfit` for a position that a run cannot be at, or that is far from where the others are by now."""
         node = self._node
-        if position.round < 0 or not node.settings.fits(position.round, position.step):
+        if position.round < 0 or not node.fits(position.round, position.step):
             raise Unfit(f"step {position.step} after round {position.round + 1}, which do not belong together")
         if position.round <= node.round:
             raise Unfit("weights that are no newer")
@@ -253,7 +253,7 @@ class CatchUp:
         """Return the median round, and how far from it an island still is near."""
         found = list(found)
         seconds = self._round_seconds(found)
-        reach = max(self._node.settings.patience, REACH_SECONDS / seconds if seconds else 0)
+        reach = max(self._node.patience, REACH_SECONDS / seconds if seconds else 0)
         return statistics.median_low(status.round for status in found), reach
 
     def _round_seconds(self, found: Iterable[pb.Status]) -> float:

@@ -1,10 +1,10 @@
 """Calls to islands from commands: who answers, with what, and news for all. Needs no jax."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
@@ -14,7 +14,6 @@ from noloco_jax.islands.peers import check_status
 from noloco_jax.islands.roster import MEMBERS_FILE, BadRosterError, Roster, newest, parse_document, read_run
 from noloco_jax.islands.transport import Dialler
 
-T = TypeVar("T")
 _AT_ONCE = 16
 
 
@@ -75,19 +74,6 @@ def open_run(roster: Path, keys: Path | None) -> Run:
     raise UserError(f"{keys} holds no keys: give the folder that `island keys` made, or one island's own")
 
 
-def call(run: Run, use: Callable[[Dialler], Awaitable[T]]) -> T:
-    """Return what a coroutine makes of calls to the islands."""
-
-    async def main() -> T:
-        dialler = Dialler(run.name, run.credentials, run.roster)
-        try:
-            return await use(dialler)
-        finally:
-            await dialler.close()
-
-    return asyncio.run(main())
-
-
 def discover(run: Run, seconds: float, **fields: Any) -> Found:
     """Greet all islands of a run, also those that only a newer roster of theirs names.
 
@@ -96,7 +82,15 @@ def discover(run: Run, seconds: float, **fields: Any) -> Found:
       seconds: the limit of each answer.
       **fields: of the greeting.
     """
-    return call(run, lambda dialler: ask_all(run, dialler, seconds, **fields))
+
+    async def asked() -> Found:
+        dialler = Dialler(run.name, run.credentials, run.roster)
+        try:
+            return await ask_all(run, dialler, seconds, **fields)
+        finally:
+            await dialler.close()
+
+    return asyncio.run(asked())
 
 
 async def ask_all(run: Run, dialler: Dialler, seconds: float, **fields: Any) -> Found:

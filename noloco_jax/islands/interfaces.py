@@ -1,4 +1,4 @@
-"""Interfaces of an island's protocol: its settings and outcomes, the form of messages, the network and the training."""
+"""Interfaces of an island's protocol: its plan and outcomes, the form of messages, the network and the training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -8,17 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.roster import Address, Roster
 
-
-class Settings(NamedTuple):
-    """Settings of the protocol.
-
-    Attributes:
-      patience: rounds for which a message waits for its partner's.
-      fits: (round, step) -> True where a run can be at both at once.
-    """
-
-    patience: int = 2
-    fits: Callable[[int, int], bool] = lambda round, step: True
+PATIENCE = 2  # rounds, for each fragment, for which a message waits for its partner's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +22,8 @@ class Plan:
       partner: (members of a round, round, name) -> name of the partner, or None; a pure function, the same everywhere.
       codec: form of messages.
       incarnation: larger than in every earlier start.
-      settings: of the protocol.
+      patience: rounds for which a message waits for its partner's.
+      fits: (round, step) -> True where a run can be at both at once.
       saved: the protocol's state in the checkpoint to resume from: `Node.to_json`.
       details: JSON of what commands ask for.
       address: of this island, if it is another than in the roster.
@@ -44,7 +35,8 @@ class Plan:
     partner: Callable[[Sequence[str], int, str], str | None]
     codec: "Codec"
     incarnation: int
-    settings: Settings
+    patience: int = PATIENCE
+    fits: Callable[[int, int], bool] = lambda round, step: True
     saved: Mapping[str, Any] | None = None
     details: str = ""
     address: Address | None = None

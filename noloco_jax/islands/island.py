@@ -14,7 +14,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.checkpoints import OwnCheckpoints
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.forms import summary
-from noloco_jax.islands.interfaces import Settings
+from noloco_jax.islands.interfaces import PATIENCE
 from noloco_jax.islands.keys import open_membership
 from noloco_jax.islands.membership import incarnation_of, write_incarnation
 from noloco_jax.islands.network import Link, LinkPlan
@@ -162,7 +162,8 @@ class Island:
             partner=self._partner,
             codec=codec_of(own.solo.wire, own.solo.message, own.solo.payload, own.solo.dims),
             forms=own.forms,
-            settings=Settings(2 * steps.fragments.count, self._fits),
+            patience=PATIENCE * steps.fragments.count,
+            fits=self._fits,
             workdir=self._workdir,
             incarnation=incarnation,
             steps_per_round=schedule.gap,

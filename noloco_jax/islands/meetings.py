@@ -99,7 +99,7 @@ class Meetings:
 
     def begin(self, round: int, own: Any, norm: float, tokens: int) -> None:
         """Begin the meeting of a round that has ended, and end those that have waited too long."""
-        node, oldest = self.node, round - self.node.settings.patience
+        node, oldest = self.node, round - self.node.patience
         self.end("not committed in time", lambda meeting: meeting.round <= oldest)
         self._finished = {key: factor for key, factor in self._finished.items() if key[2] > oldest - LATELY}
         name = node.partner(round)

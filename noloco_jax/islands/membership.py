@@ -13,12 +13,10 @@ from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
-from noloco_jax.islands.interfaces import Settings
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.peers import PROTOCOL
 from noloco_jax.islands.roster import Address, Roster
-from noloco_jax.methods import schedule_of
 from noloco_jax.spmd.programs import Programs
 
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
@@ -103,16 +101,6 @@ class Membership:
     def own(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration of the island's program, which holds one replica."""
         return replace(config, num_replicas=1, mesh=replace(config.mesh, replica=1))
-
-    def settings(self, config: TrainConfig) -> Settings:
-        """Return the protocol's settings: every outer step is a round, so that patience counts all fragments."""
-        schedule = schedule_of(config)
-        assert schedule is not None
-
-        def fits(round: int, step: int) -> bool:
-            return 0 < step < config.num_steps and round + 1 == schedule.total(step)
-
-        return Settings(2 * config.outer.fragments, fits)
 
     def data_position(self, saved: Saved) -> dict[str, Any]:
         """Return the data position of a checkpoint; raise `UserError` where it is not this island's."""

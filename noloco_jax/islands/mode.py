@@ -16,6 +16,7 @@ from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import tell
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.final_merge import FinalMerge
+from noloco_jax.islands.interfaces import PATIENCE
 from noloco_jax.islands.membership import Membership, incarnation_of, write_incarnation
 from noloco_jax.islands.network import Link, LinkPlan, is_done
 from noloco_jax.islands.partners import partner_by
@@ -106,7 +107,8 @@ class IslandMode:
             partner=partner_by(pairing(config), config.outer.fragments),
             codec=codec_of(solo.wire, solo.message, solo.payload, solo.dims),
             forms=StateForms(specs_of(self._programs.state), len(jax.tree.leaves(self._programs.state.params))),
-            settings=member.settings(config),
+            patience=PATIENCE * config.outer.fragments,
+            fits=lambda round, step: 0 < step < config.num_steps and round + 1 == schedule.total(step),
             workdir=workdir,
             incarnation=incarnation,
             steps_per_round=schedule.gap,

@@ -41,13 +41,6 @@ class Correction(NamedTuple):
     arrays: Future[Sequence[np.ndarray]]
 
 
-class Arrived(NamedTuple):
-    """Result of `Link.take_all`: everything delivered, and the state of the protocol to save with it."""
-
-    items: list[Correction | CaughtUp]
-    saved: dict[str, Any]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LinkPlan(Plan):
     """Facts of an island that the network needs as well.
@@ -149,12 +142,12 @@ class Link:
             ready = itertools.takewhile(lambda item: isinstance(item, CaughtUp) or item.arrays.done(), self._inbox)
             return self._taken(len(list(ready)))
 
-    def take_all(self) -> Arrived:
+    def take_all(self) -> tuple[list[Correction | CaughtUp], dict[str, Any]]:
         """Return everything delivered, and the protocol's state to save with weights that have applied it."""
 
-        def take() -> Arrived:
+        def take() -> tuple[list[Correction | CaughtUp], dict[str, Any]]:
             with self._lock:
-                return Arrived(self._taken(len(self._inbox)), self.node.to_json())
+                return self._taken(len(self._inbox)), self.node.to_json()
 
         return self._call(take)
 

@@ -85,7 +85,7 @@ async def begin(node: Node, catch_up: CatchUp, has_weights: bool, began_before: 
 def _is_late(node: Node, heard: dict[str, pb.Status]) -> bool:
     """Return whether an island without weights is too late to begin with the others."""
     rounds = sorted(status.round for status in training(heard.values()))
-    return rounds[(len(rounds) - 1) // 2] >= node.settings.patience or node.name not in node.roster.active(0)
+    return rounds[(len(rounds) - 1) // 2] >= node.patience or node.name not in node.roster.active(0)
 
 
 def _waits_for(node: Node, heard: dict[str, pb.Status], absent: Collection[str]) -> list[str]:

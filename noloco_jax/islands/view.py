@@ -30,14 +30,14 @@ class View:
     ):
         saved = plan.saved
         self.name, self.roster, self.identity, self.codec = plan.name, plan.roster, plan.identity, plan.codec
-        self.settings, self.incarnation, self.digest = plan.settings, plan.incarnation, digest(plan.identity)
+        self.patience, self.incarnation, self.digest = plan.patience, plan.incarnation, digest(plan.identity)
         self.network, self.world, self.pace = network, world, pace
         self.round: int = saved["round"] if saved else -1
         self.has_averaged: bool = bool(saved and saved["has_averaged"])
         self.phase: Any = pb.Status.STARTING
         self.peers: dict[str, Peer] = {}
         self.notices: list[str] = []
-        self._plan, self._parse = plan, parse
+        self.fits, self._plan, self._parse = plan.fits, plan, parse
         self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
         self._tasks: set[asyncio.Task] = set()
         self._told_badly: dict[str, float] = {}  # who told a roster that nobody signed, and when

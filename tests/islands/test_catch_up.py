@@ -8,7 +8,7 @@ import pytest
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp, locate, receive
 from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.interfaces import Met, Settings
+from noloco_jax.islands.interfaces import Met
 from noloco_jax.islands.peers import MAX_ROUND
 from support.island_world import Sea, Sim, participation
 from support.virtual_time import run_virtual
@@ -129,9 +129,8 @@ def test_a_donor_is_near_the_median_round_when_it_is_chosen_and_when_its_weights
 def test_a_position_whose_step_and_round_do_not_belong_together_is_refused(step):
     async def main():
         sea = Sea(["a", "b"])
-        settings = Settings(fits=lambda round, step: round + 1 == step // 10)
-        sea.add("a", settings=settings)
-        liar = sea.islands["b"] = Liar(sea, "b", settings=settings)
+        sea.add("a", fits=lambda round, step: round + 1 == step // 10)
+        liar = sea.islands["b"] = Liar(sea, "b")
         a = sea.islands["a"]
         a.node.phase = liar.node.phase = pb.Status.TRAINING
         liar.node.round = 5

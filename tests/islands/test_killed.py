@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.islands.exchange import SILENT_SECONDS
-from noloco_jax.islands.interfaces import Settings
+from noloco_jax.islands.interfaces import PATIENCE
 from support import processes
 from support.archipelago import Archipelago
 
@@ -54,5 +54,5 @@ def test_killed_and_stopped_islands_cost_the_others_no_step_and_rejoin(config, t
         one_sided_rounds = {
             one["round"] for name in NAMES for one in islands.lines(name, "exchange") if one["one_sided"]
         }
-        interrupted_rounds = {at - late for at in (killed + 1, stopped + 1) for late in range(Settings().patience + 2)}
+        interrupted_rounds = {at - late for at in (killed + 1, stopped + 1) for late in range(PATIENCE + 2)}
         assert one_sided_rounds <= interrupted_rounds  # a kill or stop may fall between an exchange's last messages

@@ -12,7 +12,7 @@ import numpy as np
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give
 from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.interfaces import Met, Plan, Read, Settings
+from noloco_jax.islands.interfaces import Met, Plan, Read
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.roster import Address, Member, Roster
@@ -158,7 +158,7 @@ class Sim:
     """One island: its protocol, and a training that pulls a few numbers to a target."""
 
     def __init__(self, world: "Sea", name: str, **options: Any):
-        self.world, self.name, self.options = world, name, {"saved": None, "settings": Settings(), **options}
+        self.world, self.name, self.options = world, name, {"saved": None, **options}
         self.step_seconds: float = options.pop("step_seconds", world.step_seconds)
         self.options.pop("step_seconds", None)
         self.steps_a_round = world.steps_a_round
@@ -187,7 +187,7 @@ class Sim:
             partner=options.get("partner", random_partner),
             codec=options.get("codec", Numbers()),
             incarnation=options.get("incarnation", 1),
-            settings=options["settings"],
+            fits=options.get("fits", lambda round, step: True),
             saved=options["saved"],
         )
         pace = Pace(self.world.steps_a_round, options.get("by_time", False))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from noloco_jax.islands.catch_up import CaughtUp
-from noloco_jax.islands.interfaces import Read, Settings
+from noloco_jax.islands.interfaces import Read
 from noloco_jax.islands.keys import credentials_for
 from noloco_jax.islands.network import Correction, Link, LinkPlan, is_done
 from noloco_jax.islands.payload import ArraySpec, Message, StateForms
@@ -53,7 +53,6 @@ class LiveIsland:
             partner=random_partner,
             codec=Floats(),
             forms=StateForms(SPECS, 1, [1]),
-            settings=Settings(),
             workdir=workdir,
             incarnation=time.time_ns() // 1_000_000,
             steps_per_round=5,
