@@ -204,7 +204,7 @@ def test_a_pending_correction_is_applied_before_its_fragments_next_outer_step(ru
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_step(form, nesterov):
     count, betas, alphas = 2, np.array([0.9, 0.5, 0.2]), np.array([0.3, 0.6, 0.1])
-    delay = 1 if form == "step and apply" else None
+    delay = None if form == "step" else 1
     outer = nj.diloco(
         lambda round: jnp.asarray(betas, jnp.float32)[round],
         lambda round: jnp.asarray(alphas, jnp.float32)[round],
@@ -236,6 +236,8 @@ def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_st
             after = diloco_step(theta[name], *before, alpha=alpha, beta=beta, nesterov=nesterov)
             slow[name], momentum[name] = (np.where(mask, x, y) for x, y in zip(after, before, strict=True))
             assert_trees_close(params[name], np.where(mask, slow[name], theta[name]), atol=3e-6)
+    if delay:
+        np.testing.assert_array_equal(state.delayed.num_applied, 3 * count)
 
 
 def test_a_late_correction_has_the_gain_of_its_own_round():
