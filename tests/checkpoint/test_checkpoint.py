@@ -30,7 +30,9 @@ from noloco_jax.spmd.stages import resize_vocabulary
 
 CONFIG = TrainConfig(
     num_replicas=4,
-    model=ModelConfig(kind="support.modes:Few", hidden_size=16, intermediate_size=32, num_layers=2, vocab_size=32),
+    model=ModelConfig(
+        kind="support.tiny_model:Tiny", hidden_size=16, intermediate_size=32, num_layers=2, vocab_size=32
+    ),
     inner=InnerConfig(warmup_steps=1),
     data=DataConfig(sequence_length=8, batch_size=2),
     mesh=MeshConfig(replica=1),

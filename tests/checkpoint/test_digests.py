@@ -22,7 +22,7 @@ from noloco_jax.errors import TransientError, UserError
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from support import tiny_model
-from support.digested import UNLISTED
+from support.processes import UNLISTED
 
 CONFIG = TrainConfig(
     num_replicas=4,

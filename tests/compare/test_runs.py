@@ -161,7 +161,7 @@ def test_tuning_uses_the_best_value_among_the_runs_that_finished(config_file, tm
 def start_paced(command: list[str], **options: Any) -> warm.Popen:
     """Start a trainer that takes seconds for its run, so that it is not at its end when a signal arrives."""
     python, option, *rest = command
-    return warm.Popen([python, option, "support.paced", "0.5", *rest], **options)
+    return warm.Popen([python, option, "support.disturbed", "paced:0.5", *rest], **options)
 
 
 def stop_at(condition: Callable[[], bool]) -> None:

@@ -17,10 +17,6 @@ from noloco_jax.config import ModelConfig, RopeScaling, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from support.model_makers import random_params
-from support.paths import SHARED
-
-TOKENIZER = SHARED / "data" / "tokenizers" / "c4_bpe_4096"
-needs_tokenizer = pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
 
 CONFIG = ModelConfig(
     hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, vocab_size=31, rope_theta=5e5
@@ -74,16 +70,6 @@ def test_transformers_reads_sizes_special_tokens_and_dtype_of_the_saved_config(f
     assert (theirs.hidden_act, str(theirs.dtype)) == ("silu", "float32")
     assert (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
     assert GenerationConfig.from_pretrained(folder).eos_token_id == 2
-
-
-@needs_tokenizer
-def test_the_saved_tokenizer_is_the_given_one(tmp_path):
-    save_folder(tmp_path / "m", random_params(CONFIG), CONFIG, str(TOKENIZER), max_position_embeddings=64)
-    from transformers import AutoTokenizer
-
-    text = "Once upon a time, 1234 möhren."
-    saved, given = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "m", TOKENIZER))
-    assert saved(text)["input_ids"] == given(text)["input_ids"]
 
 
 def test_a_missing_tokenizer_is_reported_before_weights_are_written(tmp_path):

@@ -23,6 +23,9 @@ BFLOAT16 = {"state_dtype": "bfloat16"}
 SHAPES = {"even": (6, 4), "odd": (3, 5), "scalar": ()}
 
 every_rule = pytest.mark.parametrize("rule", RULES)
+every_rule_and_one_fragment = pytest.mark.parametrize(
+    ("rule", "count"), [("noloco", 1), *((rule, 4) for rule in RULES)]
+)
 
 
 def tree(seed: int) -> dict[str, np.ndarray]:
@@ -147,8 +150,7 @@ def test_update_takes_the_same_outer_steps_on_its_counters_schedule(rule, sync_e
         params, state = jax.device_get((expected, counting))
 
 
-@every_rule
-@pytest.mark.parametrize("count", [1, 4])
+@every_rule_and_one_fragment
 def test_a_correction_applied_immediately_equals_the_step_without_delay(rule, count):
     step = jitted("step", rule, fragments=count)
     begin, correct = (jitted(name, rule, fragments=count, delay=1) for name in ("step", "apply"))
@@ -162,13 +164,9 @@ def test_a_correction_applied_immediately_equals_the_step_without_delay(rule, co
         assert_trees_close(late_state.rule, state.rule, atol=3e-6)
 
 
-# Every rule with each dtype, and each count of fragments with each dtype and each family of rules.
 @pytest.mark.parametrize(
     ("rule", "count", "dtype"),
-    [
-        *((rule, count, {}) for rule in RULES for count in (1, 4)),
-        *(("noloco", 4, BFLOAT16), ("corrections", 1, BFLOAT16), ("diloco", 1, BFLOAT16), ("nesterov", 4, BFLOAT16)),
-    ],
+    [("noloco", 4, BFLOAT16), ("corrections", 1, BFLOAT16), ("diloco", 4, {}), ("nesterov", 1, {})],
 )
 def test_a_correction_is_applied_once_when_correct_is_called_repeatedly(rule, count, dtype):
     settings = {"fragments": count, "delay": 1, **dtype}
@@ -181,8 +179,7 @@ def test_a_correction_is_applied_once_when_correct_is_called_repeatedly(rule, co
         np.testing.assert_array_equal(state.delayed.num_applied, number + 1)
 
 
-@every_rule
-@pytest.mark.parametrize("count", [1, 4])
+@every_rule_and_one_fragment
 def test_a_pending_correction_is_applied_before_its_fragments_next_outer_step(rule, count):
     step, correct = (jitted(name, rule, fragments=count, delay=1) for name in ("step", "apply"))
     params, state = tree(0), initial(outer_of(rule, fragments=count, delay=1))

@@ -184,9 +184,6 @@ def test_accumulation_and_skipping_may_wrap_the_inner_optimizer_alone():
 
 PARTS: dict[str, Any] = {
     "partition": lambda tx: optax.partition({"on": tx, "off": optax.set_to_zero()}, {"matrix": "on", "scalar": "off"}),
-    "multi_transform": lambda tx: optax.multi_transform(
-        {"on": optax.chain(optax.identity(), tx), "off": optax.set_to_zero()}, {"matrix": "on", "scalar": "off"}
-    ),
     "selective_transform": lambda tx: optax.selective_transform(tx, freeze_mask={"matrix": False, "scalar": True}),
     "masked": lambda tx: optax.masked(tx, {"matrix": True, "scalar": False}),
 }

@@ -82,7 +82,7 @@ def interrupt(whole: Run, workdir: Path, signalled: signal.Signals, rng: random.
     started = processes.start(
         *(whole.config, workdir, *ARGUMENTS),
         number=whole.number,
-        module=("support.killed", operation),
+        module=("support.disturbed", f"killed:{operation}", "noloco_jax.train"),
         variables=READ_PROGRAMS,
     )
 

@@ -21,7 +21,7 @@ FLAGS = (
 def waiting(config, method: str) -> dict[int, list[float]]:
     """Return inner step -> seconds that each process spent in the outer step after it."""
     flags = (*FLAGS, f"--config.method={method}")
-    late = ("support.late", str(LATE), str(STEP), str(SECONDS))
+    late = ("support.disturbed", f"late:{LATE}:{STEP}:{SECONDS}", "noloco_jax.train")
     results = processes.finish(processes.start(config, config.parent / method, *flags, number=4, module=late))
     assert [status for status, _ in results] == [0] * 4, processes.report(results)
     found = [dict(re.findall(r"outer step after (\d+): (\S+)", output)) for _, output in results]

@@ -25,7 +25,7 @@ class Archipelago:
       arguments: of `island train`, but for roster, name, keys and workdir.
       environment: of the processes.
       seconds_per_step: that every island sleeps before a step.
-      waits: True if every island waits for its exchanges, see `waiting.py`.
+      waits: True if every island waits for its exchanges, see `disturbed.py`.
       sizes: island -> the number of its processes, where that is not one; the second of paris is `running["paris.1"]`.
       own: island -> further arguments of its own.
       variables: island -> further variables of its environment.
@@ -44,7 +44,7 @@ class Archipelago:
         variables: Mapping[str, Mapping[str, str]] | None = None,
     ):
         self.folder, self.names = folder, tuple(names)
-        self._how = ["waiting"] if waits else ["paced", str(seconds_per_step), "noloco_jax.island", "train"]
+        self._how = "waiting" if waits else f"paced:{seconds_per_step}"
         self._arguments, self._environment = tuple(arguments), environment
         self._sizes, self._own, self._variables = sizes or {}, own or {}, variables or {}
         self.running: dict[str, subprocess.Popen[str]] = {}
@@ -61,7 +61,7 @@ class Archipelago:
     def start(self, name: str) -> None:
         """Start an island's processes, also where it ran before: by the same command."""
         flags = {"roster": self.roster, "name": name, "keys": self.keys / name, "workdir": self.workdir(name)}
-        command = [sys.executable, "-m", f"support.{self._how[0]}", *self._how[1:], "--linger=0"]
+        command = [sys.executable, "-m", "support.disturbed", self._how, "noloco_jax.island", "train", "--linger=0"]
         command += [*(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments, *self._own.get(name, ())]
         place = {}
         if (size := self._sizes.get(name, 1)) > 1:

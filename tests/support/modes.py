@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of, schedule_of
-from noloco_jax.model.kind import init_params, stacked, weight
+from noloco_jax.model.kind import init_params
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -34,29 +33,10 @@ from support.training_islands import NAMES, World
 PyTree = Any
 
 
-class Block(nnx.Module):
-    """A layer's one matrix."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        shape = config.hidden_size, config.intermediate_size
-        self.up = weight(0.02 * jax.random.normal(rngs.params(), shape), "hidden", "ffn")
-
-    def __call__(self, h_BTD: jax.Array) -> jax.Array:
-        return h_BTD + jnp.tanh(h_BTD @ self.up[...]) @ self.up[...].T
-
-
-class Few(tiny_model.Tiny):
-    """A model of four parameters, as an outer step is traced and compiled for each of them, and no inner step is."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
-        self.blocks = stacked(lambda *, rngs: Block(config, rngs=rngs), config.num_layers, rngs)
-
-
 CONFIG = TrainConfig(
     num_replicas=4,
     num_steps=9,
-    model=ModelConfig(kind="support.modes:Few", hidden_size=32, intermediate_size=64, num_layers=2, vocab_size=64),
+    model=ModelConfig(kind=tiny_model.KIND, hidden_size=32, intermediate_size=64, num_layers=2, vocab_size=64),
     outer=OuterConfig(sync_every=2),
     data=DataConfig(sequence_length=16, batch_size=2),
 )

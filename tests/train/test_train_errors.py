@@ -28,8 +28,8 @@ from noloco_jax.train.resume import check_end
 from noloco_jax.train.training import train
 from support import processes
 from support.data_makers import write_c4
-from support.digested import UNLISTED
 from support.model_makers import random_params
+from support.processes import UNLISTED
 from support.texts import lines_of_words
 
 pytestmark = pytest.mark.timeout(900)
