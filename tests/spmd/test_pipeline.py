@@ -256,7 +256,7 @@ def test_evaluation_takes_fixed_routes():
 def test_a_token_outside_the_vocabulary_makes_the_loss_nan_in_every_layout(token, num_stages, num_devices):
     """The pipeline pads the vocabulary of 125 tokens to 128."""
     routing = "fixed" if num_stages == 1 else "random"
-    config = run_config(num_stages, routing, **({"replica": 2} if num_devices == 4 else {}))
+    config = run_config(num_stages, routing, replica=2 if num_devices == 4 else -1)
     programs = programs_of(config, num_devices)
     batch = {name: x.copy() for name, x in batches(4)[0].items()}
     batch["input_ids"][1, 0, 2] = token
