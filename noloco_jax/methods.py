@@ -267,7 +267,7 @@ METHODS: dict[str, Method] = {
             _describe_sparseloco,
             _check_sparseloco,
             defaults=DEFAULTS["sparseloco"],
-            outer_collectives=("all_gather", "ppermute"),  # the latter (a ring) if replicas are sharded
+            outer_collectives=("all_gather",),
             also_unused=("outer.delay",),
             baseline={"lr": None},
             equal_after_outer_steps=True,

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, num_parts, warn_if_sharded
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, by_parts, names_of, num_parts, warn_if_sharded
 from noloco_jax.exchange.permute import joined
 from noloco_jax.exchange.wire import Wire, decode, encode
 from noloco_jax.outer.fragments import Fragments
@@ -62,15 +61,9 @@ def _mean_code(wire: Wire, code: jax.Array, axes: ReplicaAxes) -> jax.Array:
     """Return the payload of the mean of all replicas' arrays, given the own payload."""
     code_RB = code.reshape(-1, code.shape[-1] if wire.takes_blocks else 1)
     code_LRB = code_RB[None] if axes.slot is None else lax.all_gather(code_RB, axes.slot)
-    num_rows, parts = len(code_RB), num_parts()
-    code_LRB = jnp.pad(code_LRB, ((0, 0), (0, -num_rows % (axes.num_devices * parts)), (0, 0)))
-    mean = partial(_mean_of_parts, wire, axes)
-    if parts > 1:  # by hand over the axes inside a replica too: the partitioner would first unshard every array
-        mesh = jax.sharding.get_abstract_mesh()
-        inside = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
-        mean = jax.shard_map(
-            mean, in_specs=P(None, inside), out_specs=P(inside), axis_names=set(inside), check_vma=False
-        )
+    num_rows = len(code_RB)
+    code_LRB = jnp.pad(code_LRB, ((0, 0), (0, -num_rows % (axes.num_devices * num_parts())), (0, 0)))
+    mean = by_parts(partial(_mean_of_parts, wire, axes), 1, 0)
     return mean(code_LRB)[:num_rows].reshape(code.shape)
 
 

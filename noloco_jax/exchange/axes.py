@@ -2,10 +2,12 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -78,6 +80,19 @@ def num_parts() -> int:
     """Return the number of devices over which the partitioner may shard a replica's arrays (on its auto axes)."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in mesh.axis_names if name not in mesh.manual_axes)
+
+
+def by_parts(fn: Callable[[jax.Array], jax.Array], dim: int, out_dim: int) -> Callable[[jax.Array], jax.Array]:
+    """Apply a function with a collective over replicas to each device's part of an array, split along dimension `dim`.
+
+    The result is put together along `out_dim`. The partitioner would first gather the array inside every replica.
+    """
+    if num_parts() == 1:
+        return fn
+    mesh = jax.sharding.get_abstract_mesh()
+    inside = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+    in_specs, out_specs = P(*[None] * dim, inside), P(*[None] * out_dim, inside)
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(inside), check_vma=False)
 
 
 def names_of(axis_name: AxisName) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_sharded
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, by_parts, num_parts, warn_if_sharded
 from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
 from noloco_jax.exchange.permute import joined
 from noloco_jax.outer.fragments import Fragments
@@ -168,24 +168,10 @@ def _gathered(x: jax.Array, axes: ReplicaAxes) -> jax.Array:
     block = x[None] if axes.slot is None else lax.all_gather(x, axes.slot)  # under vmap this is the unbatched view
     if axes.num_devices == 1:
         return block
-    if num_parts() == 1:
-        return lax.all_gather(block, axes.device, tiled=True)
-    return _gathered_in_a_ring(block, axes)
-
-
-def _gathered_in_a_ring(block: jax.Array, axes: ReplicaAxes) -> jax.Array:
-    """Gather all devices' blocks by a ring; for an all-gather the partitioner would first unshard every block."""
-    number = axes.num_devices
-    ring = [(device, (device + 1) % number) for device in range(number)]
-
-    def pass_on(held: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        held = lax.ppermute(held, axes.device, ring)
-        return held, held
-
-    _, others = lax.scan(pass_on, block, length=number - 1)
-    blocks = jnp.concatenate([block[None], others])  # from this device, the one before it, the one before that, ...
-    blocks = jnp.take(blocks, (lax.axis_index(axes.device) - jnp.arange(number)) % number, axis=0)
-    return blocks.reshape(-1, *block.shape[1:])
+    rows = block.reshape(len(block), -1)
+    padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % num_parts())))
+    gathered = by_parts(lambda part: lax.all_gather(part, axes.device, tiled=True), 1, 1)(padded)
+    return gathered[:, : rows.shape[1]].reshape(-1, *x.shape)
 
 
 def _mean_of(sizes: jax.Array, which: jax.Array) -> jax.Array:
