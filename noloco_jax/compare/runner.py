@@ -34,7 +34,6 @@ class Job(NamedTuple):
     """A run that trains."""
 
     run: Run
-    label: str
     process: subprocess.Popen[bytes]
     started: float
 
@@ -134,7 +133,7 @@ class Comparison:
             keep_on(process.pid, cores)  # before it has threads, which inherit them
         if self._stopped is not None:  # a signal since the slot was found free
             process.send_signal(self._stopped)
-        return Job(run, self._labels[run], process, time.monotonic())
+        return Job(run, process, time.monotonic())
 
     def _arguments(self, run: Run) -> list[str]:
         workdir = self._workdir / run.name
@@ -150,7 +149,9 @@ class Comparison:
         if (result := results_of([job.run], self._workdir).get(job.run)) is not None:
             self._write()
             took = format_clock(time.monotonic() - job.started)
-            self._console.print(f"{job.label}: perplexity {format_perplexity(result.perplexity)} after {took}")
+            self._console.print(
+                f"{self._labels[job.run]}: perplexity {format_perplexity(result.perplexity)} after {took}"
+            )
         elif self._stopped is None:
             folder, status = self._workdir / job.run.name, job.process.returncode
             words = (folder / LOG_FILE).read_text(errors="replace").strip().splitlines() or ["no word"]
@@ -159,7 +160,7 @@ class Comparison:
             if status == UserError.exit_status and not is_own:
                 raise UserError(f"{job.run.name} did not start, {reason}")
             self._has_failed = True
-            self._console.print(f"{job.label}: broke off with {reason}", style="bold red")
+            self._console.print(f"{self._labels[job.run]}: broke off with {reason}", style="bold red")
 
     def _stop(self, number: int, frame: object) -> None:
         self._stopped = number
