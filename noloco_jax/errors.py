@@ -20,12 +20,6 @@ class UserError(Exception):
     exit_status = 2
 
 
-class StartError(UserError):
-    """A run's processes did not come together: the input may be right, and the same command do once they all come."""
-
-    exit_status = 1
-
-
 class TransientError(UserError):
     """Something outside the run failed and may work again: the input is right, and the same command may succeed."""
 

@@ -17,7 +17,7 @@ from noloco_jax.checkpoint.saved import ITEMS, Saved, SavedShape
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import TrainConfig
-from noloco_jax.errors import StartError, TransientError, UserError, described, tell
+from noloco_jax.errors import TransientError, UserError, described, tell
 from noloco_jax.files import check_name, is_full_disk
 from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.programs import TrainState
@@ -129,7 +129,7 @@ class Checkpointer:
 
         Raises:
           UserError: if it is damaged, or of another run.
-          StartError: if the file system shows the processes different ones.
+          TransientError: if the file system shows the processes different ones.
         """
         newest, wanted = self._manager.latest_step(), self._from_step
         if wanted is None or (newest is not None and self._went_back_to(newest) == wanted):
@@ -154,7 +154,7 @@ class Checkpointer:
         """Open a step, after checking that all processes chose the same one."""
         seen = self._processes.gather(step)
         if len(set(seen)) > 1:
-            raise StartError(
+            raise TransientError(
                 f"the processes see different newest checkpoints in {self._folder} (steps "
                 f"{', '.join(sorted({str(step) for step in seen}))}): start again once all see the same"
             )

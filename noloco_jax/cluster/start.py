@@ -19,7 +19,7 @@ from jax._src import distributed  # the key-value store that processes share has
 from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import is_of_exchange
 from noloco_jax.config import flatten
-from noloco_jax.errors import INTERRUPTED, StartError, UserError, report, tell
+from noloco_jax.errors import INTERRUPTED, TransientError, UserError, report, tell
 
 _MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all processes need one version
 _COMPARE_SECONDS = 60.0
@@ -102,7 +102,7 @@ def _connect(place: Place, timeout: float) -> str:
             "--process_id"
         ) from None
     except RuntimeError as error:
-        raise StartError(f"{' '.join(str(error).split())[:300]}: start all processes again") from None
+        raise TransientError(f"{' '.join(str(error).split())[:300]}: start all processes again") from None
     here = f" (process {distributed.global_state.process_id} on {socket.gethostname()})"
     end_with_status_on_abort(
         f"error: JAX ended this process, for the reason above: the same command resumes from the last checkpoint{here}"

@@ -1,13 +1,8 @@
 """Cost model of communication on given links, and the setting that hides an exchange behind computation.
 
 A message of V bytes takes latency + 8V / bandwidth. Links are full duplex, and all replicas communicate at once.
-All-reduces are recursive halving and doubling: 2⌈log₂ N⌉ latency + 2(N−1)/N · V/bandwidth. What overlaps with
-computation:
-
-* FSDP's collectives with the whole step, as each layer's weights are fetched while the layer before computes;
-* DDP's all-reduce with the backward pass, two thirds of the step, as gradients are sent when they are ready;
-* an exchange of DiLoCo or NoLoCo with the `delay` inner steps after it, or with those up to the next exchange if these
-  are fewer; islands never wait, and leave out exchanges that the link has no time for.
+All-reduces are recursive halving and doubling. FSDP's collectives overlap with the whole step, DDP's with the backward
+pass; an exchange of DiLoCo or NoLoCo overlaps with the `delay` inner steps after it.
 """
 
 import math

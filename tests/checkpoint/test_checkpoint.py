@@ -22,7 +22,7 @@ from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
-from noloco_jax.errors import StartError, TransientError, UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
@@ -326,7 +326,10 @@ def test_processes_that_see_different_checkpoints_do_not_start(tmp_path, monkeyp
     saved(tmp_path, CONFIG)
     processes = OneProcess()
     monkeypatch.setattr(processes, "gather", lambda step: [step, 2])
-    with Checkpointer(tmp_path, CONFIG, processes) as checkpoints, pytest.raises(StartError, match=r"\(steps 2, 3\)"):
+    with (
+        Checkpointer(tmp_path, CONFIG, processes) as checkpoints,
+        pytest.raises(TransientError, match=r"\(steps 2, 3\)"),
+    ):
         checkpoints.newest()
 
 

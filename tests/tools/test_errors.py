@@ -7,7 +7,7 @@ import sys
 import pytest
 from jax.errors import JaxRuntimeError
 
-from noloco_jax.errors import StartError, TransientError, UserError, main_with_errors
+from noloco_jax.errors import TransientError, UserError, main_with_errors
 from support.paths import ROOT
 
 
@@ -24,7 +24,6 @@ def ended(error: BaseException) -> int:
     ("error", "status"),
     [
         (UserError("a flag"), 2),
-        (StartError("a process"), 1),
         (TransientError("a disk"), 1),
         (OSError(5, "Input/output error"), 1),
         (KeyError("a fault of the code"), 2),
