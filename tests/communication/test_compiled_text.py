@@ -51,7 +51,6 @@ def across(found: list[Found]) -> list[Found]:
 @pytest.mark.parametrize(
     ("num_replicas", "outer", "mesh"),
     [
-        (5, {}, {}),
         (5, {"group_size": 3, "wire": "int8"}, {}),
         (4, {"wire": "int4"}, {"stage": 2}),
         (4, {"wire": "modulo4", "fragments": 2}, {}),

@@ -244,7 +244,6 @@ def test_an_outer_step_changes_the_windows_of_its_fragment_alone(delay):
 RARE = [
     # replicas, outer lr, momentum, consensus, momentum of, chance of a push a round
     (8, 1.0, 0.5, 1.0, "steps", 0.01),
-    (16, 0.7, 0.7, 0.7, "steps", 0.003),
     (8, 0.7, 0.7, 0.7, "steps", 0.1),
     (8, 1.0, 0.3, 1.0, "corrections", 0.01),
 ]

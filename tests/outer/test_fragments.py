@@ -16,7 +16,7 @@ from noloco_jax.schedule import SyncSchedule
 from support.compiled_text import collectives_in
 from support.layouts import assert_trees_close, axis_of, every_layout, mesh_of, over_replicas, state_at_start
 from support.oracle import diloco_step
-from support.rules import RULES
+from support.rules import RULES, groups_of
 
 N = 8
 BFLOAT16 = {"state_dtype": "bfloat16"}
@@ -68,11 +68,6 @@ def jitted(function: str, rule: str, layout: Any = N, **settings: Any) -> Any:
     return jax.jit(over_replicas(getattr(outer_of(rule, layout, **settings), function), layout))
 
 
-def groups_of(number: int, count: int) -> Any:
-    pairing = nj.RandomPairing(N, seed=5)
-    return pairing.pool[int(pairing.pool_index(number // count, number % count))]
-
-
 @every_rule
 @every_layout
 def test_an_outer_step_matches_the_oracle_on_its_fragment_and_changes_no_other(rule, layout):
@@ -85,7 +80,7 @@ def test_an_outer_step_matches_the_oracle_on_its_fragment_and_changes_no_other(r
         for name, shape in SHAPES.items():
             mask = members(shape, count)[number % count]
             slow, momentum = RULES[rule].step(
-                theta[name], before.slow[name], before.momentum[name], groups_of(number, count)
+                theta[name], before.slow[name], before.momentum[name], groups_of(N, number // count, number % count)
             )
             assert_trees_close(params[name], np.where(mask, slow, theta[name]))
             assert_trees_close(state.rule.slow[name], np.where(mask, slow, before.slow[name]))
@@ -300,7 +295,7 @@ def test_delayed_corrections_of_a_pair_sum_to_zero():
     """A delay therefore widens the spread of the replicas but leaves their mean alone."""
     settings = {"fragments": 1, "delay": 1}
     _, state = jitted("step", "noloco", **settings)(tree(3), initial(outer_of("noloco", **settings)))
-    for pair in groups_of(0, 1):
+    for pair in groups_of(N, 0):
         for c in jax.tree.leaves(state.delayed.correction):
             np.testing.assert_allclose(np.asarray(c)[list(pair)].sum(0), 0, atol=1e-6)
 

@@ -81,18 +81,11 @@ def missing() -> str:
         return ""
     import jax
 
-    if jax.default_backend() == "gpu":
-        return "" if _has_cpus() else "-m gpu: it compares with CPU devices: add cpu to JAX_PLATFORMS, as in cuda,cpu"
-    return (
-        f"-m gpu: JAX finds no GPU but {jax.devices()[0].device_kind} devices: install jax[cuda12] or jax[cuda13], "
-        "or rehearse with JAX_PLATFORMS=cpu"
-    )
-
-
-def _has_cpus() -> bool:
-    import jax
-
     try:
-        return bool(jax.devices("cpu"))
-    except RuntimeError:
-        return False
+        jax.devices("gpu"), jax.devices("cpu")
+    except RuntimeError as error:
+        return (
+            f"-m gpu needs a GPU and CPU devices ({error}): install jax[cuda12] or jax[cuda13], give no JAX_PLATFORMS "
+            "or cuda,cpu, or rehearse with JAX_PLATFORMS=cpu"
+        )
+    return ""

@@ -67,7 +67,7 @@ RULES = {
 }
 
 
-def groups_of(num_replicas: int, round: int) -> Any:
-    """Return the groups of a round of the table's noloco."""
+def groups_of(num_replicas: int, draw: int, fragment: int = 0) -> Any:
+    """Return the groups of a draw of the table's noloco."""
     pairing = nj.RandomPairing(num_replicas, seed=5)
-    return pairing.pool[int(pairing.pool_index(round))]
+    return pairing.pool[int(pairing.pool_index(draw, fragment))]
