@@ -16,6 +16,7 @@ from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.payload import EXACT, StateForms, pack
 
+_KEPT_SECONDS = 15.0  # for which encoded weights serve further requests: peers that merge ask at the same time
 FAR_WEIGHTS = 8.0  # largest distance of a donor's weights, in multiples of the own ones' norm
 
 
@@ -55,6 +56,7 @@ class Copies:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted: list[_Wanted] = []
+        self._encoded: tuple[int, Any, bytes] | None = None  # kind, phase, bytes
 
     # The training's thread.
 
@@ -81,8 +83,14 @@ class Copies:
         return self._forms.num_bytes(kind)
 
     async def weights(self, kind: int) -> bytes:
+        phase = self._node.phase
+        if self._encoded is not None and self._encoded[:2] == (kind, phase):
+            return self._encoded[2]
         given = await self._copy(self._forms.large(kind))
-        return await self._run(self._forms.encode, kind, given.leaves)
+        data: bytes = await self._run(self._forms.encode, kind, given.leaves)
+        self._encoded = kept = kind, phase, data
+        self._loop.call_later(_KEPT_SECONDS, self._forget, kept)
+        return data
 
     async def position(self) -> pb.Position:
         given = await self._copy(self._forms.small)
@@ -112,6 +120,10 @@ class Copies:
         finally:
             with self._lock:
                 self._wanted = [one for one in self._wanted if one.given is not wanted.given]
+
+    def _forget(self, kept: Any) -> None:
+        if self._encoded is kept:
+            self._encoded = None
 
 
 def _check_distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:

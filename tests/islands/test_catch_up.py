@@ -42,24 +42,6 @@ def test_an_island_with_fast_rounds_that_is_behind_meets_again_within_seconds(be
     assert participation(a, stopped + behind + 100) > 0.97
 
 
-def test_a_stop_of_a_few_rounds_is_made_up_for_by_pauses_without_a_peer_s_weights():
-    async def main():
-        sea = Sea(["a", "b"], step_seconds=0.1)
-        a, b = sea.add("a"), sea.add("b")
-
-        async def stop() -> None:
-            await asyncio.sleep(20)
-            b.stopped_until = 24.0
-
-        await asyncio.gather(a.train(1500), b.train(1500), stop())
-        await sea.close()
-        return a, b
-
-    a, b = run_virtual(main())
-    assert "caught up" not in {met.outcome for met in b.met}
-    assert participation(a, 40) > 0.98
-
-
 class Liar(Sim):
     """Claims another round than its own, and gives these weights."""
 
