@@ -15,8 +15,6 @@ from noloco_jax.labels import IGNORED_LABEL
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_INT32 = np.iinfo(np.int32)
-
 
 class RowConverter(NamedTuple):
     """Converter of the batches of one file.
@@ -49,20 +47,20 @@ class RowConverter(NamedTuple):
           batch: the columns.
           first_row: number of the batch's first row in the file.
 
-        Rows with nulls, or with columns of different lengths, are empty. Raises `UserError`, which names the row, for
-        tokens and labels that cannot be trained on.
+        Rows with nulls, or with columns of different lengths, are empty. Raises `UserError` for tokens and labels that
+        cannot be trained on.
         """
-        bad, numbers_R = self._bad_rows(batch), np.arange(first_row, first_row + batch.num_rows)
+        bad = self._bad_rows(batch)
         if not bad:
-            return self._good_rows(batch, numbers_R)
+            return self._good_rows(batch)
         for row, reason in sorted(bad.items()):
-            leave_out(f"{self.path}, row {numbers_R[row]} (counted from 0): {reason}")
+            leave_out(f"{self.path}, row {first_row + row} (counted from 0): {reason}")
         kept = np.delete(np.arange(batch.num_rows), list(bad))
-        good = iter(self._good_rows(batch.take(kept), numbers_R[kept]))  # type: ignore[arg-type]  # numpy's do too
+        good = iter(self._good_rows(batch.take(kept)))  # type: ignore[arg-type]  # numpy's do too
         return [self.empty_row if row in bad else next(good) for row in range(batch.num_rows)]
 
-    def _good_rows(self, batch: "pa.RecordBatch", numbers_R: np.ndarray) -> list[Any]:
-        return _texts(batch.column(0)) if self.is_text else self._token_rows(batch, numbers_R)
+    def _good_rows(self, batch: "pa.RecordBatch") -> list[Any]:
+        return _texts(batch.column(0)) if self.is_text else self._token_rows(batch)
 
     def _bad_rows(self, batch: "pa.RecordBatch") -> dict[int, str]:
         """Return the number, in the batch, of each row that cannot be read -> the reason."""
@@ -80,11 +78,11 @@ class RowConverter(NamedTuple):
             bad = dict.fromkeys(np.flatnonzero(unequal_R).tolist(), f"{name} is not as long as input_ids") | bad
         return bad
 
-    def _token_rows(self, batch: "pa.RecordBatch", numbers_R: np.ndarray) -> list[np.ndarray]:
+    def _token_rows(self, batch: "pa.RecordBatch") -> list[np.ndarray]:
         lengths_R = _lengths(batch.column("input_ids"))
         ends_R = np.cumsum(lengths_R)
         starts_R = ends_R - lengths_R
-        values = {name: self._integers(batch, name, ends_R, numbers_R) for name in self.columns}
+        values = {name: self._integers(batch, name) for name in self.columns}
         ids_N, mask_N = values["input_ids"], values.get("attention_mask")
         followed_N = np.ones(len(ids_N), bool)  # the next token is in the same row
         followed_N[ends_R[lengths_R > 0] - 1] = False
@@ -104,21 +102,17 @@ class RowConverter(NamedTuple):
             kept_R = self._lengths_in_use(rows_2N[1] != IGNORED_LABEL, starts_R, lengths_R)
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
 
-    def _integers(self, batch: "pa.RecordBatch", name: str, ends_R: np.ndarray, numbers_R: np.ndarray) -> np.ndarray:
+    def _integers(self, batch: "pa.RecordBatch", name: str) -> np.ndarray:
         """The values of all rows, int32 (N,); of a mask 1 for what is not zero."""
-        values_N = batch.column(name).flatten().to_numpy(zero_copy_only=False)
+        import pyarrow as pa
+
+        values = batch.column(name).flatten()
         if name == "attention_mask":
-            return (values_N != 0).astype(np.int32)
-        # Compared in the file's own type: a cast would wrap 2^32 + 5 to the token 5.
-        outside_N = (values_N < _INT32.min) | (values_N > _INT32.max)
-        if outside_N.any():
-            k = int(np.flatnonzero(outside_N)[0])
-            row = numbers_R[np.searchsorted(ends_R, k, side="right")]
-            raise UserError(
-                f"{self.path}, row {row} (counted from 0): {name} holds {values_N[k]}, and token ids are from 0 to "
-                f"below {_INT32.max + 1}: write the row again"
-            )
-        return values_N.astype(np.int32, copy=False)
+            return (values.to_numpy(zero_copy_only=False) != 0).astype(np.int32)
+        try:
+            return values.cast(pa.int32()).to_numpy(zero_copy_only=False)
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{self.path}: {name} holds what is no token id ({error}): write the row again") from None
 
     def _labels(self, ids_N: np.ndarray, other_N: np.ndarray, followed_N: np.ndarray) -> np.ndarray:
         """The label of each token: the token that follows it in its row, or `IGNORED_LABEL`."""
