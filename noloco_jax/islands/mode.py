@@ -1,6 +1,8 @@
-"""Mode of a run that is one island among several: the differences from a run of all replicas."""
+"""Run that is one island among several: its start, and the differences from a run of all replicas."""
 
+import argparse
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,17 +13,23 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.checkpoint.saved import Saved
+from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
+from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import run_processes
+from noloco_jax.cluster.start import joined
 from noloco_jax.config import TrainConfig, to_dict
-from noloco_jax.errors import tell
+from noloco_jax.errors import UserError, tell
+from noloco_jax.files import full_disk_told
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.interfaces import PATIENCE
+from noloco_jax.islands.keys import open_membership
 from noloco_jax.islands.membership import Membership, incarnation_of, write_incarnation
 from noloco_jax.islands.network import Link, LinkPlan, is_done
 from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.payload import StateForms, codec_of, specs_of
 from noloco_jax.islands.programs import SoloPrograms, build_solo, compile_solo
+from noloco_jax.islands.roster import parse_address, parse_dialled
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import method_of, schedule_of
@@ -33,9 +41,45 @@ from noloco_jax.spmd.programs import Programs, PyTree, TrainState
 from noloco_jax.train.messages import Messages
 from noloco_jax.train.mode import Resumed
 from noloco_jax.train.sync import Sync
+from noloco_jax.train.training import train
 
 _COMPILE_SECONDS = 3600.0  # by which the island's processes may differ in reading a checkpoint and compiling
 _SHOWN = ("loss", "perplexity", "tokens_per_second")
+
+
+def train_island(config: TrainConfig, place: Place | None, flags: argparse.Namespace) -> int:
+    """Train as the island that the flags name; check everything before compiling.
+
+    Args:
+      config: the run.
+      place: of this process among the island's; None: the only one.
+      flags: those of `island train`.
+    """
+    roster, credentials = open_membership(flags.roster, flags.name, flags.keys, flags.workdir)
+    if not 0 <= flags.linger < math.inf:
+        raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
+    member = Membership(
+        roster,
+        flags.name,
+        credentials,
+        flags.pace,
+        flags.linger,
+        None if flags.listen is None else parse_address(flags.listen),
+        None if flags.address is None else parse_dialled(flags.address),
+    )
+    member.check(config)
+    use_gpu_memory()
+    with joined(place, to_dict(config), flags.start_timeout) as num_processes, full_disk_told(flags.workdir):
+        use_cpu_cores(member.own(config), num_processes)
+        return train(
+            config,
+            flags.workdir,
+            from_step=flags.from_step,
+            dry_run=flags.dry_run,
+            force_unlock=flags.force_unlock,
+            wandb_project=flags.wandb,
+            mode=IslandMode(member),
+        )
 
 
 class IslandMode:

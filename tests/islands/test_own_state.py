@@ -16,9 +16,8 @@ import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.islands.checkpoints import OwnCheckpoints
 from noloco_jax.islands.forms import summary
-from noloco_jax.islands.fresh import begins_anew, fresh_values
 from noloco_jax.islands.own_outer import shown
-from noloco_jax.islands.own_state import OwnState
+from noloco_jax.islands.own_state import OwnState, begins_anew, fresh_values
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
