@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -121,6 +122,8 @@ class Copy:
                 status, failed = self.pytest(["-x", f"tests/{mutant.package}"])
         finally:
             self._write(path, original)
+        if status == -signal.SIGTERM:
+            sys.exit("error: pytest was terminated: run the command again, which continues")
         outcome = {0: SURVIVED, _NO_TESTS: BROKEN, _USAGE: BROKEN}.get(status, KILLED)
         return Result(outcome, " ".join(failed), time.monotonic() - start)
 
