@@ -29,7 +29,7 @@ def test_the_gradient_of_a_packed_batch_equals_that_of_its_documents_alone():
     num_labels, rows = (BATCH["labels"] != IGNORED_LABEL).sum(), apart(BATCH, LENGTHS)
     gradient_alone = jax.jit(jax.grad(lambda params: loss_apart(CONFIG, params, rows) / num_labels))(params)
     config = dataclasses.replace(CONFIG, remat="full")
-    actual = jax.jit(jax.grad(lambda params: loss(config, params, BATCH)[0]))(params)
+    actual = jax.jit(jax.grad(lambda params, batch: loss(config, params, batch)[0]))(params, BATCH)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), actual, gradient_alone)
 
 

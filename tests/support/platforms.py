@@ -82,7 +82,8 @@ def missing() -> str:
     import jax
 
     try:
-        jax.devices("gpu"), jax.devices("cpu")
+        for platform in ("gpu", "cpu"):
+            jax.devices(platform)
     except RuntimeError as error:
         return (
             f"-m gpu needs a GPU and CPU devices ({error}): install jax[cuda12] or jax[cuda13], give no JAX_PLATFORMS "
