@@ -27,11 +27,13 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from noloco_jax.bench.report import FAILED, REFUSED, Result, Row, show
 from noloco_jax.choices import check_given_once, combinations, parse_choices
+from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import TrainConfig, from_dict, load_config, make_parser, split_overrides, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
@@ -44,8 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = _parser().parse_args(own)
     _check(flags)
     variants = make_variants(flags.config, overrides, flags.vary)
-    from noloco_jax.bench.measure import work  # imports jax, for which --help and wrong flags do not wait
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM ends the variant's process too
     console = make_console()
     options = {name: getattr(flags, name) for name in ("steps", "data_seconds", "compile_only", "profile")}
@@ -135,6 +135,14 @@ def in_own_process(work: Callable[..., None], *arguments: Any) -> Result:
     finally:
         process.kill()
         process.join()
+
+
+def work(sender: Connection, *arguments: Any) -> None:
+    """Measure a variant in this process; see `measure.work`."""
+    keep_freed_memory()
+    from noloco_jax.bench import measure  # imports jax
+
+    measure.work(sender, *arguments)
 
 
 def _write(path: Path, file: str, rows: Sequence[Row]) -> None:

@@ -12,7 +12,7 @@ import jax
 
 from noloco_jax.bench.report import FAILED, REFUSED, Result
 from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
-from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
+from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.data import RunData, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError
@@ -33,7 +33,6 @@ _UNTIMED_ROUNDS = 8  # batches of each replica that may have been prepared befor
 
 def work(sender: Connection, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Measure a configuration, as plain values, in this process; send the result, or `error` and `status`."""
-    keep_freed_memory()
     use_gpu_memory()
     run = from_dict(config)
     use_cpu_cores(run)

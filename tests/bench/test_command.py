@@ -11,7 +11,7 @@ from noloco_jax.bench.command import in_own_process, make_variants
 from noloco_jax.bench.report import REFUSED
 from noloco_jax.errors import UserError
 from support import platforms, processes
-from support.benchmarks import end_by_sigkill
+from support.benchmarks import end_by_sigkill, threaded_modules_before_keeping_memory
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,10 @@ def test_variants_are_all_combinations_over_the_overrides(config_file):
 
 def test_a_killed_variant_is_reported():
     assert in_own_process(end_by_sigkill) == {"error": "its process was ended by SIGKILL, see above", "status": 1}
+
+
+def test_a_measurement_keeps_freed_memory_before_importing_threaded_modules():
+    assert in_own_process(threaded_modules_before_keeping_memory) == {"imported": []}
 
 
 def test_a_variant_unfit_for_the_devices_is_refused_and_the_next_one_still_runs(

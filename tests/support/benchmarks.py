@@ -2,10 +2,11 @@
 
 import os
 import signal
+import sys
 from multiprocessing.connection import Connection
 
+from noloco_jax.bench import command
 from noloco_jax.config import TrainConfig, from_dict
-from support import tiny_model
 
 SMALL = {
     "num_replicas": 4,
@@ -14,7 +15,7 @@ SMALL = {
     "data": {"sequence_length": 8, "batch_size": 2},
     "mesh": {"replica": 2},
 }
-TINY = {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1}
+TINY = {"kind": "support.tiny_model:Tiny", "hidden_size": 16, "intermediate_size": 32, "num_layers": 1}
 
 
 def small(**changes) -> TrainConfig:
@@ -24,3 +25,14 @@ def small(**changes) -> TrainConfig:
 def end_by_sigkill(sender: Connection) -> None:
     """Stand in for a measurement that the kernel ends, as for memory."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def threaded_modules_before_keeping_memory(sender: Connection) -> None:
+    """Stand in for a measurement until it keeps freed memory; send the modules that start threads and are imported."""
+
+    def keep() -> None:
+        sender.send({"imported": [name for name in ("numpy", "jax", "pyarrow", "grain") if name in sys.modules]})
+        os._exit(0)
+
+    command.keep_freed_memory = keep
+    command.work(sender)
