@@ -306,7 +306,7 @@ class Meetings:
         if node.pace.has_paused_in_vain and not self._told_unequal:
             self._told_unequal = True
             node.tell(
-                f"{meeting.partner} is later, although {node.name} pauses for a fifth of its time: islands of unequal "
+                f"{meeting.partner} is later, although {node.name} pauses for a third of its time: islands of unequal "
                 "speed hardly meet in equal steps; start all of them with --pace=time (nj.Island has no pace)"
             )
 

@@ -3,8 +3,9 @@
 Islands tell each other, in every exchange, which round they have ended and how many seconds ago, so that no two clocks
 are compared. An island that was earlier than its partner pauses before its next inner steps, at a quarter of its speed,
 until its lead is gone. Pauses are earned by inner steps. So islands whose speed differs for a while stay level, and for
-partners that are always slower an island pauses for a fifth of its time at most. Speeds are not compared: islands that
-share a machine measure each other's load.
+partners that are always slower an island pauses for a third of its time at most. That is more than a round without an
+exchange saves, so an island that has been alone falls back. Speeds are not compared: islands that share a machine
+measure each other's load.
 
 With `--pace=time` rounds, learning rates and the end of a run follow a schedule of inner steps, and an inner step may
 stand for several of them. Islands tell how long a round takes them with every inner step, which depends on nobody else:
@@ -29,7 +30,7 @@ MAX_CHANGE = 2.0  # factor between the round time to keep and the one of a round
 SHARE = 0.5  # share of a delay to make up for in a round
 PARTNERS = 8  # last partners whose round times count
 MAX_PAUSE = 3.0  # before an inner step, in inner steps
-EARNED, MAX_EARNED = 0.25, 256.0  # pauses that an inner step earns, and those that can be saved up, in inner steps
+EARNED, MAX_EARNED = 0.5, 256.0  # pauses that an inner step earns, and those that can be saved up, in inner steps
 MAX_SECONDS = 1e6  # that a peer may tell
 
 
