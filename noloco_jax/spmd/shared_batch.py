@@ -20,18 +20,9 @@ _INSIDE = ("stage", "fsdp", "tensor")  # the mesh axes of one replica's devices
 _PARTS_SPEC = P("replica", _INSIDE)  # spec of parts_NDKBT
 
 
-def spans_processes(mesh: Mesh, devices_per_process: int | None = None) -> bool:
-    """Return True if the devices of some replica belong to several processes.
-
-    Args:
-      mesh: the devices.
-      devices_per_process: number of adjacent mesh devices of one process; None: as JAX reports them.
-    """
-    if devices_per_process is None:
-        owners = np.array([device.process_index for device in mesh.devices.flat])
-    else:
-        owners = np.arange(mesh.size) // devices_per_process
-    owners_RD = owners.reshape(mesh.shape["replica"], -1)
+def spans_processes(mesh: Mesh) -> bool:
+    """Return True if the devices of some replica belong to several processes."""
+    owners_RD = np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.shape["replica"], -1)
     return bool((owners_RD != owners_RD[:, :1]).any())
 
 

@@ -12,7 +12,7 @@ from noloco_jax.checkpoint.record import (
     version_changes,
     write_start,
 )
-from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unchecked, unused_settings
+from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unchecked
 from noloco_jax.errors import UserError
 
 CONFIG = TrainConfig()
@@ -110,25 +110,3 @@ def test_a_start_saves_its_config(tmp_path):
     for config in (CONFIG, OTHER):
         write_start(config, tmp_path)
         assert load_saved(tmp_path) == config
-
-
-def test_settings_that_the_method_ignores_are_listed():
-    outer = {"outer": {"sync_every": 5, "nesterov": True, "group_size": 3}}
-    assert unused_settings(from_dict(outer)) == ["outer.nesterov=True"]
-    assert unused_settings(from_dict({"method": "diloco"} | outer)) == ["outer.group_size=3"]
-    settings = ["outer.sync_every=5", "outer.group_size=3", "outer.nesterov=True"]
-    assert unused_settings(from_dict({"method": "ddp"} | outer)) == settings
-    assert unused_settings(CONFIG) == []
-
-
-def test_settings_that_go_with_others_are_listed_without_them():
-    alone = {"model": {"num_experts": 16}, "inner": {"momentum": 0.5}, "sample_prompt": "a"}
-    names = ["sample_prompt='a'", "model.num_experts=16", "inner.momentum=0.5"]
-    assert sorted(unused_settings(from_dict(alone))) == sorted(names)
-    beside = {
-        "model": alone["model"] | {"kind": "moe"},
-        "inner": alone["inner"] | {"optimizer": "muon", "schedule": "wsd"},
-    }
-    assert unused_settings(from_dict(alone | beside | {"sample_tokens": 3})) == []
-    constant = {"inner": {"schedule": "constant", "min_lr": 1e-3, "lr": 1e-2}}
-    assert unused_settings(from_dict(constant)) == ["inner.min_lr=0.001"]

@@ -154,3 +154,25 @@ def test_default_settings_lists_the_values_left_at_the_methods_defaults():
     assert default_settings(config) == ["momentum=0.9", "nesterov=True", "sync_every=100", "wire=float32"]
     assert default_settings(loaded("quickstart", "--config.method=ddp")) == []
     assert not any(setting.startswith("consensus") for setting in default_settings(loaded("quickstart")))
+
+
+def test_settings_that_the_method_ignores_are_listed():
+    outer = {"outer": {"sync_every": 5, "nesterov": True, "group_size": 3}}
+    assert unused_settings(from_dict(outer)) == ["outer.nesterov=True"]
+    assert unused_settings(from_dict({"method": "diloco"} | outer)) == ["outer.group_size=3"]
+    settings = ["outer.sync_every=5", "outer.group_size=3", "outer.nesterov=True"]
+    assert unused_settings(from_dict({"method": "ddp"} | outer)) == settings
+    assert unused_settings(TrainConfig()) == []
+
+
+def test_settings_that_go_with_others_are_listed_without_them():
+    alone = {"model": {"num_experts": 16}, "inner": {"momentum": 0.5}, "sample_prompt": "a"}
+    names = ["sample_prompt='a'", "model.num_experts=16", "inner.momentum=0.5"]
+    assert sorted(unused_settings(from_dict(alone))) == sorted(names)
+    beside = {
+        "model": alone["model"] | {"kind": "moe"},
+        "inner": alone["inner"] | {"optimizer": "muon", "schedule": "wsd"},
+    }
+    assert unused_settings(from_dict(alone | beside | {"sample_tokens": 3})) == []
+    constant = {"inner": {"schedule": "constant", "min_lr": 1e-3, "lr": 1e-2}}
+    assert unused_settings(from_dict(constant)) == ["inner.min_lr=0.001"]

@@ -1,6 +1,8 @@
 """Batches that one process reads and shares with all devices of the replica."""
 
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -52,5 +54,8 @@ def test_every_device_receives_its_own_rows_of_the_batch(sizes, num_replicas):
     ],
 )
 def test_a_replica_spans_processes_when_its_devices_belong_to_several(sizes, devices_per_process, expected):
-    assert spans_processes(mesh_over(sizes), devices_per_process) == expected
+    owners = np.arange(math.prod(sizes)) // devices_per_process
+    devices = np.array([SimpleNamespace(process_index=owner) for owner in owners.tolist()]).reshape(sizes)
+    mesh = cast(jax.sharding.Mesh, SimpleNamespace(devices=devices, shape=dict(zip(AXES, sizes, strict=True))))
+    assert spans_processes(mesh) == expected
     assert not spans_processes(mesh_over(sizes))
