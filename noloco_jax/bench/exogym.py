@@ -21,10 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-import torch.nn.functional as F
-from torch import nn
+try:
+    import psutil
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+except ModuleNotFoundError as error:
+    print(f"error: this needs {error.name}, which is not installed: pip install torch psutil", file=sys.stderr)
+    sys.exit(2)
 
 REPLICAS, BATCH, LENGTH, VOCAB, SYNC_EVERY, FIRST = 4, 8, 128, 259, 10, 10
 
@@ -166,7 +170,8 @@ def ours(hidden: int, layers: int, steps: int, text: Path) -> tuple[float, float
     with tempfile.TemporaryDirectory() as folder, Watch(Path(folder) / "run" / "metrics.jsonl", 1) as watch:
         flags = [f"--config.{name}={value}" for name, value in values.items()]
         command = [sys.executable, "-m", "noloco_jax.train", "--config=configs/c4_bytes.py", f"--workdir={folder}/run"]
-        subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
+        cold = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # no earlier run's programs
+        subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL, env=cold)
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["kind"] == "train"]
     middle, last = trained[len(trained) // 2], trained[-1]
@@ -181,6 +186,10 @@ def main() -> None:
     for name, default in (("hidden", 128), ("layers", 2), ("steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if not (Path(args.gym) / "exogym").is_dir():
+        parser.error(f"--gym={args.gym} holds no package exogym: give a checkout of EXO Gym")
+    if not args.text.is_file():
+        parser.error(f"--text={args.text}: there is no such file")
     sys.path.insert(0, args.gym)
     os.environ["PYTHONPATH"] = os.pathsep.join([args.gym, os.environ.get("PYTHONPATH", "")])
     size = sum(p.numel() for p in Llama(args.hidden, args.layers, 4).parameters())

@@ -18,7 +18,7 @@ _ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run has left.
+    """Evaluations of a finished run, and the bytes that it sent.
 
     Attributes:
       curve: inner step -> perplexity, the mean of the replicas; infinite where it is not finite.

@@ -182,7 +182,6 @@ def fresh_values(rest: PyTree, params: PyTree) -> dict[int, np.ndarray]:
     for number, (x, flag) in enumerate(zip(jax.tree.leaves(rest), begins_anew(rest, params), strict=True)):
         if flag:
             values = np.array(x)
-            found[number] = (
-                values if values.any() else np.zeros_like(values)
-            )  # zeros take no memory until they are used
+            # Zeros of NumPy's own take no memory until they are used.
+            found[number] = values if values.any() else np.zeros_like(values)
     return found
