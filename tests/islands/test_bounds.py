@@ -7,7 +7,6 @@ import pytest
 
 from noloco_jax.islands.bounds import EARLY, FIRST, GROWTH, KEPT, MULTIPLE, Bounds, Distance, agreed
 from support.island_world import Sea
-from support.virtual_time import run_virtual
 
 
 def accepted(sizes: list[float]) -> Bounds:
@@ -69,7 +68,7 @@ POISONS = {
 
 
 @pytest.mark.parametrize("kind", POISONS)
-def test_one_of_eight_that_sends_poison_moves_the_mean_of_the_others_little(kind):
+async def test_one_of_eight_that_sends_poison_moves_the_mean_of_the_others_little(kind):
     names = list("abcdefgh")
 
     async def run(poisoned: bool) -> np.ndarray:
@@ -78,26 +77,19 @@ def test_one_of_eight_that_sends_poison_moves_the_mean_of_the_others_little(kind
         if poisoned:
             sims[-1].tamper = POISONS[kind]
         await asyncio.gather(*(sim.train(200) for sim in sims))
-        await sea.close()
         return np.array([sim.slow for sim in sims[:-1]])
 
-    clean, poisoned = run_virtual(run(False)), run_virtual(run(True))
+    clean, poisoned = await run(False), await run(True)
     spread = np.sqrt(np.mean(np.sum((clean - clean.mean(0)) ** 2, axis=1)))
     # Without bounds a sign flip moves it by 13 spreads within these rounds.
     assert np.linalg.norm(poisoned.mean(0) - clean.mean(0)) < 2 * spread
 
 
-def test_corrections_of_a_clipped_exchange_sum_to_zero():
-    async def main():
-        sea = Sea(["a", "b"])
-        a, b = sea.add("a"), sea.add("b")
-        a.target, b.target = np.full(4, 10.0), np.full(4, -10.0)
-        b.target = np.full(4, -10.0)
-        await asyncio.gather(a.train(400), b.train(400))
-        await sea.close()
-        return a, b
-
-    a, b = run_virtual(main())
+async def test_corrections_of_a_clipped_exchange_sum_to_zero():
+    sea = Sea("ab")
+    a, b = sea.add("a"), sea.add("b")
+    a.target, b.target = np.full(4, 10.0), np.full(4, -10.0)
+    await asyncio.gather(a.train(400), b.train(400))
     assert any(met.factor < 1 for met in a.met)
     ours, theirs = dict(a.applied), dict(b.applied)
     for round in ours.keys() & theirs.keys():

@@ -11,7 +11,6 @@ from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.interfaces import Met
 from noloco_jax.islands.peers import MAX_ROUND
 from support.island_world import Sea, Sim, participation
-from support.virtual_time import run_virtual
 
 
 def over(met: Met) -> bool:
@@ -20,22 +19,11 @@ def over(met: Met) -> bool:
 
 
 @pytest.mark.parametrize("behind", [3, 10, 40, 84, 200])
-def test_an_island_with_fast_rounds_that_is_behind_meets_again_within_seconds(behind):
+async def test_an_island_with_fast_rounds_that_is_behind_meets_again_within_seconds(behind):
     """Rounds of 60 ms: neither the patience nor the five seconds leave a zone in which nothing happens."""
-
-    async def main():
-        sea = Sea(["a", "b"], step_seconds=0.006)
-        a, b = sea.add("a"), sea.add("b")
-
-        async def stop() -> None:
-            await asyncio.sleep(3)
-            b.stopped_until = 3 + 0.06 * behind
-
-        await asyncio.gather(a.train(8000), b.train(8000), stop())
-        await sea.close()
-        return a, b
-
-    a, b = run_virtual(main())
+    sea = Sea(["a", "b"], step_seconds=0.006)
+    a, b = sea.add("a"), sea.add("b")
+    await asyncio.gather(a.train(8000), b.train(8000), b.stop(3, 0.06 * behind))
     stopped = 50  # rounds before
     last_missed = max((met.round for met in b.met if met.outcome == "alone" and not over(met)), default=0)
     assert last_missed < stopped + behind + 100, [met for met in b.met if met.outcome == "alone"][-3:]
@@ -70,109 +58,80 @@ def _lying(sea: Sea, name: str, claim: int, weights: float) -> Liar:
     return sim
 
 
-def test_a_member_that_claims_the_largest_round_is_nobody_s_donor():
+async def test_a_member_that_claims_the_largest_round_is_nobody_s_donor():
     """One of five tells round 1,000,000, to an island that must catch up again and again."""
-
-    async def main():
-        sea = Sea(["a", "b", "c", "d", "liar"])
-        sims = [sea.add(name) for name in "abcd"]
-        liar = _lying(sea, "liar", 1_000_000, 1e6)
-
-        async def behind() -> None:
-            for _ in range(6):
-                await asyncio.sleep(40)
-                sims[3].stopped_until = asyncio.get_running_loop().time() + 15
-
-        await asyncio.gather(*(sim.train(4000) for sim in sims), liar.train(4000), behind())
-        await sea.close()
-        return sims
-
-    sims = run_virtual(main())
+    sea = Sea(["a", "b", "c", "d", "liar"])
+    sims = [sea.add(name) for name in "abcd"]
+    liar = _lying(sea, "liar", 1_000_000, 1e6)
+    stops = [sims[3].stop(40 * i, 15) for i in range(1, 7)]
+    await asyncio.gather(*(sim.train(4000) for sim in sims), liar.train(4000), *stops)
     donors = [met.partner for sim in sims for met in sim.met if met.outcome == "caught up"]
     assert len(donors) >= 4 and "liar" not in donors
     assert all(np.abs(sim.slow).max() < 10 for sim in sims)
 
 
-def test_a_donor_is_near_the_median_round_when_it_is_chosen_and_when_its_weights_have_come():
-    async def main():
-        a = Sea(list("abcde")).add("a")
-        catch_up = CatchUp(a.node, a)
-        rounds = zip("bcde", (10, 10, 11, 1000), strict=True)
-        found = {name: pb.Status(phase=pb.Status.TRAINING, round=round) for name, round in rounds}
-        assert sorted(catch_up._donors(found)) == ["b", "c", "d"]
-        catch_up._check(pb.Position(round=11), found)
-        with pytest.raises(Unfit, match="where most are at"):
-            catch_up._check(pb.Position(round=1000), found)
-
-    run_virtual(main())
+async def test_a_donor_is_near_the_median_round_when_it_is_chosen_and_when_its_weights_have_come():
+    a = Sea(list("abcde")).add("a")
+    catch_up = CatchUp(a.node, a)
+    rounds = zip("bcde", (10, 10, 11, 1000), strict=True)
+    found = {name: pb.Status(phase=pb.Status.TRAINING, round=round) for name, round in rounds}
+    assert sorted(catch_up._donors(found)) == ["b", "c", "d"]
+    catch_up._check(pb.Position(round=11), found)
+    with pytest.raises(Unfit, match="where most are at"):
+        catch_up._check(pb.Position(round=1000), found)
 
 
 @pytest.mark.parametrize("step", [0, 55, 10**9])
-def test_a_position_whose_step_and_round_do_not_belong_together_is_refused(step):
-    async def main():
-        sea = Sea(["a", "b"])
-        sea.add("a", fits=lambda round, step: round + 1 == step // 10)
-        liar = sea.islands["b"] = Liar(sea, "b")
-        a = sea.islands["a"]
-        a.node.phase = liar.node.phase = pb.Status.TRAINING
-        liar.node.round = 5
-        catch_up = CatchUp(a.node, a)
-        status = pb.Status(phase=pb.Status.TRAINING, round=5)
+async def test_a_position_whose_step_and_round_do_not_belong_together_is_refused(step):
+    sea = Sea("ab")
+    sea.add("a", fits=lambda round, step: round + 1 == step // 10)
+    liar = sea.islands["b"] = Liar(sea, "b")
+    a = sea.islands["a"]
+    a.node.phase = liar.node.phase = pb.Status.TRAINING
+    liar.node.round = 5
+    catch_up = CatchUp(a.node, a)
+    status = pb.Status(phase=pb.Status.TRAINING, round=5)
 
-        async def position() -> pb.Position:
-            return pb.Position(round=5, step=step)
+    async def position() -> pb.Position:
+        return pb.Position(round=5, step=step)
 
-        liar.position = position
-        assert not await catch_up.from_one_of({"b": status})
-        return a
-
-    a = run_virtual(main())
+    liar.position = position
+    assert not await catch_up.from_one_of({"b": status})
     assert any("do not belong together" in line for line in a.lines), a.lines
     assert not a.inbox
 
 
-def test_a_position_is_asked_for_once_the_weights_have_come_through_a_line_that_holds_them():
+async def test_a_position_is_asked_for_once_the_weights_have_come_through_a_line_that_holds_them():
     """Buffers of a slow line take all weights at once, and deliver them half a minute later."""
+    sea = Sea("ab")
+    a, b = sea.add("a"), sea.add("b")
+    training = asyncio.ensure_future(a.train(10_000, has_weights=True))
+    await asyncio.sleep(180)
+    weights = b.node.network.weights
 
-    async def main():
-        sea = Sea(["a", "b"])
-        a, b = sea.add("a"), sea.add("b")
-        training = asyncio.ensure_future(a.train(10_000, has_weights=True))
-        await asyncio.sleep(180)
-        weights = b.node.network.weights
+    async def slow_line(peer, request):
+        frames = [frame async for frame in weights(peer, request)]
+        for frame in frames:
+            await asyncio.sleep(0.1 if request.position else 15)
+            yield frame
 
-        async def slow_line(peer, request):
-            frames = [frame async for frame in weights(peer, request)]
-            for frame in frames:
-                await asyncio.sleep(0.1 if request.position else 15)
-                yield frame
-
-        b.node.network.weights = slow_line  # type: ignore[method-assign]
-        assert await CatchUp(b.node, b).from_one_of({"a": a.node.status()})
-        now = a.node.round
-        training.cancel()
-        await sea.close()
-        return b.node.round, now
-
-    told, now = run_virtual(main())
-    assert now > 60 and now - told <= 1
+    b.node.network.weights = slow_line  # type: ignore[method-assign]
+    assert await CatchUp(b.node, b).from_one_of({"a": a.node.status()})
+    assert not training.done() and a.node.round > 60 and a.node.round - b.node.round <= 1
 
 
-def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
-    async def main():
-        sea = Sea(["a", "b"])
-        a, b = sea.add("a"), sea.add("b")
-        weights = a.weights
+async def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
+    sea = Sea("ab")
+    a, b = sea.add("a"), sea.add("b")
+    weights = a.weights
 
-        async def after_a_step(kind: int) -> bytes:
-            await asyncio.sleep(300)
-            return await weights(kind)
+    async def after_a_step(kind: int) -> bytes:
+        await asyncio.sleep(300)
+        return await weights(kind)
 
-        a.weights = after_a_step
-        a.node.phase = pb.Status.TRAINING
-        return await receive(b.node.network, "a", pb.WeightsRequest(), b.num_bytes(0))
-
-    data, _ = run_virtual(main())
+    a.weights = after_a_step
+    a.node.phase = pb.Status.TRAINING
+    data, _ = await receive(b.node.network, "a", pb.WeightsRequest(), b.num_bytes(0))
     assert len(data) == 32
 
 
@@ -180,7 +139,7 @@ def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
     "fault",
     ["not finite", "too long", "too short", "another size", "silent", "dripping", "piece first"],
 )
-def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
+async def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
     async def frames():
         if fault == "silent":
             await asyncio.sleep(1e6)
@@ -196,20 +155,17 @@ def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
         def weights(self, peer, request):
             return frames()
 
-    async def main():
+    with pytest.raises(Broken if fault == "silent" else Unfit):
         async with asyncio.timeout(60):
             data, _ = await receive(Network(), "b", pb.WeightsRequest(), 16)  # type: ignore[arg-type]
-        await Sea(["a", "b"]).add("a").received(data, pb.Position())
-
-    with pytest.raises(Broken if fault == "silent" else Unfit):
-        run_virtual(main())
+        await Sea("ab").add("a").received(data, pb.Position())
 
 
 @pytest.mark.parametrize(("round", "step"), [(-2, 0), (MAX_ROUND, 0), (0, MAX_ROUND)])
-def test_an_impossible_position_is_refused(round, step):
+async def test_an_impossible_position_is_refused(round, step):
     class Network:
         async def weights(self, peer, request):
             yield pb.WeightsFrame(position=pb.Position(round=round, step=step))
 
     with pytest.raises(Unfit, match="impossible round"):
-        run_virtual(locate(Network(), "b"))  # type: ignore[arg-type]
+        await locate(Network(), "b")  # type: ignore[arg-type]

@@ -12,99 +12,78 @@ from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.node import SILENT
 from support.island_world import Sea, Sim
-from support.virtual_time import run_virtual
 
 FINISHED, MERGED, LEAVING = pb.Status.FINISHED, pb.Status.MERGED, pb.Status.LEAVING
 
 
-def two() -> tuple[Sea, Sim, Sim]:
-    sea = Sea(["a", "b"])
+def two() -> tuple[Sim, Sim]:
+    sea = Sea("ab")
     a, b = sea.add("a"), sea.add("b")
     a.node.phase = b.node.phase = pb.Status.TRAINING
-    return sea, a, b
+    return a, b
 
 
-def test_an_island_whose_goodbye_was_lost_is_known_to_have_finished_once_the_other_says_its_own():
-    async def main():
-        sea, a, b = two()
-        sea.cut = lambda one, other: True
-        a.node.leave(FINISHED)
-        await asyncio.sleep(20)
-        assert b.node.unfinished() == ["a"]
-        sea.cut = lambda one, other: False
-        b.node.leave(FINISHED)
-        await asyncio.sleep(1)
-        assert b.node.unfinished() == a.node.unfinished() == []
-        await sea.close()
-
-    run_virtual(main())
+async def test_an_island_whose_goodbye_was_lost_is_known_to_have_finished_once_the_other_says_its_own():
+    a, b = two()
+    a.world.cut = lambda one, other: True
+    a.node.leave(FINISHED)
+    await asyncio.sleep(20)
+    assert b.node.unfinished() == ["a"]
+    a.world.cut = lambda one, other: False
+    b.node.leave(FINISHED)
+    await asyncio.sleep(1)
+    assert b.node.unfinished() == a.node.unfinished() == []
 
 
-def test_every_question_of_a_finished_island_says_that_it_has_finished():
-    async def main():
-        sea, a, b = two()
-        a.node.phase = FINISHED
-        await a.node.ask(["b"])
-        assert b.node.unfinished() == []
-        await sea.close()
-
-    run_virtual(main())
+async def test_every_question_of_a_finished_island_says_that_it_has_finished():
+    a, b = two()
+    a.node.phase = FINISHED
+    await a.node.ask(["b"])
+    assert b.node.unfinished() == []
 
 
-def test_what_an_island_told_before_its_goodbye_and_comes_after_it_is_ignored_until_it_starts_again():
-    async def main():
-        sea, a, b = two()
-        late = a.node.greeting()
-        a.node.leave(FINISHED)
-        await asyncio.sleep(1)
-        await b.node.greeted("a", late)
-        b.node.hear("a", pb.Timing(round=3, round_seconds=1.0), a.node.incarnation)
-        assert b.node.unfinished() == []
-        b.node.hear("a", pb.Timing(), a.node.incarnation + 1)
-        assert b.node.unfinished() == ["a"]
-        await b.node.greeted("a", late)
-        assert b.node.unfinished() == ["a"]
-        await sea.close()
-
-    run_virtual(main())
+async def test_what_an_island_told_before_its_goodbye_and_comes_after_it_is_ignored_until_it_starts_again():
+    a, b = two()
+    late = a.node.greeting()
+    a.node.leave(FINISHED)
+    await asyncio.sleep(1)
+    await b.node.greeted("a", late)
+    b.node.hear("a", pb.Timing(round=3, round_seconds=1.0), a.node.incarnation)
+    assert b.node.unfinished() == []
+    b.node.hear("a", pb.Timing(), a.node.incarnation + 1)
+    assert b.node.unfinished() == ["a"]
+    await b.node.greeted("a", late)
+    assert b.node.unfinished() == ["a"]
 
 
 @pytest.mark.parametrize("how", ["merged", "leaves", "killed"])
-def test_last_weights_are_kept_for_a_peer_until_it_has_merged_or_is_gone(how):
-    async def main():
-        sea, a, b = two()
-        for sim in (a, b):
-            sim.node.leave(FINISHED)
-        await asyncio.sleep(1)
-        assert a.node.unmerged(["b"]) == ["b"]
-        if how == "killed":
-            b.kill()
-        else:
-            b.node.leave(MERGED if how == "merged" else LEAVING)
-        for asked in range(SILENT):
-            assert how != "killed" or a.node.unmerged(["b"]) == ["b"], asked
-            await a.node.ask(["b"], 2.0)
-        assert a.node.unmerged(["b"]) == []
-        await sea.close()
-
-    run_virtual(main())
+async def test_last_weights_are_kept_for_a_peer_until_it_has_merged_or_is_gone(how):
+    a, b = two()
+    for sim in (a, b):
+        sim.node.leave(FINISHED)
+    await asyncio.sleep(1)
+    assert a.node.unmerged(["b"]) == ["b"]
+    if how == "killed":
+        b.kill()
+    else:
+        b.node.leave(MERGED if how == "merged" else LEAVING)
+    for asked in range(SILENT):
+        assert how != "killed" or a.node.unmerged(["b"]) == ["b"], asked
+        await a.node.ask(["b"], 2.0)
+    assert a.node.unmerged(["b"]) == []
 
 
-def test_a_partner_that_leaves_ends_the_meeting_at_once():
-    async def main():
-        sea, a, b = two()
+async def test_a_partner_that_leaves_ends_the_meeting_at_once():
+    a, b = two()
 
-        async def faults(sender: str, receiver: str, kind: str) -> None:
-            raise Broken("a fault of the test")
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        raise Broken("a fault of the test")
 
-        sea.faults = faults
-        a.end_round()
-        b.node.leave(LEAVING)
-        await asyncio.sleep(1)
-        assert [met.reason for met in a.met] == ["the partner has left"]
-        await sea.close()
-
-    run_virtual(main())
+    a.world.faults = faults
+    a.end_round()
+    b.node.leave(LEAVING)
+    await asyncio.sleep(1)
+    assert [met.reason for met in a.met] == ["the partner has left"]
 
 
 @pytest.mark.parametrize(("unmerged", "seconds"), [([], 30.0), (["rome"], 600.0)], ids=["gone", "still there"])

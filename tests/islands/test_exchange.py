@@ -8,7 +8,6 @@ import pytest
 
 from noloco_jax.islands.exchange import SILENT_SECONDS, Broken
 from support.island_world import Delivered, Sea, Sim, no_faults
-from support.virtual_time import run_virtual
 
 KINDS = ("hello", "not_yet", "accept", "piece", "received", "commit", "done", "no")
 
@@ -29,12 +28,11 @@ async def train_two(sea: Sea, rounds: int) -> list[Sim]:
     await asyncio.sleep(60)
     for sim in sims:
         sim.apply()
-    await sea.close()
     return sims
 
 
 @pytest.mark.parametrize("interrupted", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_corrections_of_interrupted_exchanges_sum_to_zero_and_enter_once(interrupted):
+async def test_corrections_of_interrupted_exchanges_sum_to_zero_and_enter_once(interrupted):
     """Frames that two islands send end their call, before or after they have arrived."""
     sea = Sea(["a", "b"], steps_a_round=1, step_seconds=2.0)
     broken = Counter()
@@ -46,7 +44,7 @@ def test_corrections_of_interrupted_exchanges_sum_to_zero_and_enter_once(interru
             raise sea.random.choice((Broken, Delivered))("a fault of the test")
 
     sea.faults = faults
-    sims = run_virtual(train_two(sea, interrupted))
+    sims = await train_two(sea, interrupted)
     ours, theirs = pairs_of(sims)
     both = ours.keys() & theirs.keys()
     for round in both:
@@ -59,9 +57,9 @@ def test_corrections_of_interrupted_exchanges_sum_to_zero_and_enter_once(interru
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sender", ["a", "b"])
-def test_a_frame_that_is_lost_once_costs_nothing(kind, sender):
-    sea = Sea(["a", "b"])
+@pytest.mark.parametrize("sender", "ab")
+async def test_a_frame_that_is_lost_once_costs_nothing(kind, sender):
+    sea = Sea("ab")
     lost: list[str] = []
 
     async def faults(sending: str, receiver: str, of_kind: str) -> None:
@@ -71,15 +69,15 @@ def test_a_frame_that_is_lost_once_costs_nothing(kind, sender):
             raise Broken("a fault of the test")
 
     sea.faults = faults
-    ours, theirs = pairs_of(run_virtual(train_two(sea, 6)))
+    ours, theirs = pairs_of(await train_two(sea, 6))
     assert ours.keys() >= {0, 1, 2, 3} and theirs.keys() == ours.keys()
     for round in ours:
         np.testing.assert_array_equal(ours[round] + theirs[round], 0.0)
 
 
-def test_an_exchange_that_the_partner_accepts_anew_does_not_count_as_one_sided():
+async def test_an_exchange_that_the_partner_accepts_anew_does_not_count_as_one_sided():
     """A lost `Received` leaves it open whether the partner has committed; its next `Accept` says that it has not."""
-    sea = Sea(["a", "b"])
+    sea = Sea("ab")
     lost: list[str] = []
 
     async def faults(sender: str, receiver: str, kind: str) -> None:
@@ -89,34 +87,23 @@ def test_an_exchange_that_the_partner_accepts_anew_does_not_count_as_one_sided()
             raise Broken("a fault of the test")
 
     sea.faults = faults
-    sims = run_virtual(train_two(sea, 4))
+    sims = await train_two(sea, 4)
     assert lost[0] == "received" and "piece" in lost
     assert [sim.node.meetings.one_sided for sim in sims] == [0, 0]
     assert not any(met.one_sided for sim in sims for met in sim.met)
 
 
-def test_a_peer_that_stops_in_the_middle_is_named_and_costs_rounds_alone():
-    sea = Sea(["a", "b"], step_seconds=1.0)
+async def test_a_peer_that_stops_in_the_middle_is_named_and_costs_rounds_alone():
+    sea = Sea("ab", step_seconds=1.0)
+    a, b = sea.add("a"), sea.add("b")
 
-    async def main() -> Sim:
-        a, b = sea.add("a"), sea.add("b")
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        await no_faults(sender, receiver, kind)
+        if 35 < asyncio.get_running_loop().time() < 100 and "b" in (sender, receiver):
+            await asyncio.sleep(100 - asyncio.get_running_loop().time())
 
-        async def faults(sender: str, receiver: str, kind: str) -> None:
-            await no_faults(sender, receiver, kind)
-            if 35 < asyncio.get_running_loop().time() < 100 and "b" in (sender, receiver):
-                await asyncio.sleep(100 - asyncio.get_running_loop().time())
-
-        sea.faults = faults
-
-        async def stop() -> None:
-            await asyncio.sleep(35)
-            b.stopped_until = 100.0
-
-        await asyncio.gather(a.train(300), b.train(300), stop())
-        await sea.close()
-        return a
-
-    a = run_virtual(main())
+    sea.faults = faults
+    await asyncio.gather(a.train(300), b.train(300), b.stop(35, 65))
     assert any(f"b: no answer in {SILENT_SECONDS:g} s" in line or "takes nothing" in line for line in a.lines), a.lines
     last = [met.outcome for met in a.met if met.round >= 20 and met.reason != "leaving"]
     assert last and set(last) <= {"met", "late"}, a.met

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import SILENT_SECONDS, Broken
+from noloco_jax.islands.exchange import SILENT_SECONDS, Broken, Unfit
 from noloco_jax.islands.meetings import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS
 from noloco_jax.islands.roster import BadRosterError
 from noloco_jax.islands.view import ROSTER_SECONDS
 from support.island_world import Sea, participation
-from support.virtual_time import run_virtual
 
 NAN = math.nan
 HELLOS = {
@@ -60,7 +59,6 @@ async def with_an_attacker(attack, seconds: float = 60.0):
         await attack(sea, a, evil)
 
     await asyncio.gather(a.train(600), b.train(600), evil.train(600), attacking())
-    await sea.close()
     for sim in (a, b):
         assert np.isfinite(sim.slow).all() and np.abs(sim.slow).max() < 10
         assert not [line for line in sim.lines if "a fault of this program" in line], sim.lines
@@ -91,7 +89,7 @@ async def say(sea: Sea, frames) -> list[pb.Frame]:
 
 
 @pytest.mark.parametrize("kind", HELLOS)
-def test_a_false_hello_changes_nothing(kind):
+async def test_a_false_hello_changes_nothing(kind):
     fields = dict(HELLOS[kind])
     round = fields.pop("round", None)
 
@@ -100,11 +98,11 @@ def test_a_false_hello_changes_nothing(kind):
             answers = await say(sea, [pb.Frame(hello=hello_to(a, round, **fields))])
             assert all(answer.WhichOneof("kind") in ("no", "not_yet", "accept", "piece") for answer in answers)
 
-    run_virtual(with_an_attacker(attack))
+    await with_an_attacker(attack)
 
 
 @pytest.mark.parametrize("kind", FRAMES)
-def test_false_frames_of_an_exchange_change_nothing_and_are_refused(kind):
+async def test_false_frames_of_an_exchange_change_nothing_and_are_refused(kind):
     async def attack(sea, a, evil):
         evil.node.meetings.begin = lambda *message: None  # its meetings with the first island stay open for this
         for _ in range(60):
@@ -112,70 +110,56 @@ def test_false_frames_of_an_exchange_change_nothing_and_are_refused(kind):
                 await say(sea, [pb.Frame(hello=hello_to(a)), *FRAMES[kind]])
             await asyncio.sleep(0.5)
 
-    a, *_ = run_virtual(with_an_attacker(attack))
+    a, *_ = await with_an_attacker(attack)
     assert any("it is refused" in line for line in a.lines) is (kind != "nothing more")
 
 
-def test_three_broken_messages_in_a_row_leave_their_sender_out_for_some_rounds():
-    async def main():
-        sea = Sea(["a", "b"])
-        a, b = sea.add("a"), sea.add("b")
-        b.tamper = lambda message: message * 1e4 if 15 <= b.node.round < 25 else message
-        await asyncio.gather(a.train(600), b.train(600))
-        await sea.close()
-        return a
-
-    a = run_virtual(main())
+async def test_three_broken_messages_in_a_row_leave_their_sender_out_for_some_rounds():
+    sea = Sea("ab")
+    a, b = sea.add("a"), sea.add("b")
+    b.tamper = lambda message: message * 1e4 if 15 <= b.node.round < 25 else message
+    await asyncio.gather(a.train(600), b.train(600))
     assert any("nothing is exchanged with it before round" in line for line in a.lines), a.lines
     assert participation(a, 25 + QUARANTINE_ROUNDS + BROKEN_IN_A_ROW) > 0.9
     assert np.isfinite(a.slow).all()
 
 
-def test_a_flood_of_rosters_that_nobody_signed_costs_a_check_every_few_seconds():
+async def test_a_flood_of_rosters_that_nobody_signed_costs_a_check_every_few_seconds():
     checked = []
 
     def parse(document: bytes):
         checked.append(document)
         raise BadRosterError("the run's authority has not signed it")
 
-    async def main():
-        sea = Sea(["a", "b"])
-        a, b = sea.add("a", parse=parse), sea.add("b")
-        training = asyncio.gather(a.train(300), b.train(300))
-        await asyncio.sleep(1)
-        false = pb.SignedRoster(roster=pb.Roster(run="x", version=10**9).SerializeToString(), signature=b"x")
-        began = asyncio.get_running_loop().time()
-        for _ in range(5000):
-            await b.node.network.greet("a", pb.Greeting(roster=false), 5.0)
-        seconds = asyncio.get_running_loop().time() - began
-        await training
-        await sea.close()
-        return seconds
-
-    seconds = run_virtual(main())
+    sea = Sea("ab")
+    a, b = sea.add("a", parse=parse), sea.add("b")
+    training = asyncio.gather(a.train(300), b.train(300))
+    await asyncio.sleep(1)
+    false = pb.SignedRoster(roster=pb.Roster(run="x", version=10**9).SerializeToString(), signature=b"x")
+    began = asyncio.get_running_loop().time()
+    for _ in range(5000):
+        await b.node.network.greet("a", pb.Greeting(roster=false), 5.0)
+    seconds = asyncio.get_running_loop().time() - began
+    await training
     assert 1 <= len(checked) <= seconds / ROSTER_SECONDS + 1
 
 
-def test_claims_of_a_newer_roster_are_followed_up_once_in_a_while():
-    async def main():
-        sea = Sea(["a", "b"])
-        a, b = sea.add("a", parse=lambda document: sea.roster), sea.add("b")
-        asked = []
-        greeted = b.node.greeted
+async def test_claims_of_a_newer_roster_are_followed_up_once_in_a_while():
+    sea = Sea("ab")
+    a, b = sea.add("a", parse=lambda document: sea.roster), sea.add("b")
+    asked = []
+    greeted = b.node.greeted
 
-        async def counted(name, greeting):
-            if greeting.wants_roster:
-                asked.append(name)
-            return await greeted(name, greeting)
+    async def counted(name, greeting):
+        if greeting.wants_roster:
+            asked.append(name)
+        return await greeted(name, greeting)
 
-        b.node.greeted = counted
-        for _ in range(1000):
-            a.node.take_news("b", 10**6)
-            await asyncio.sleep(0.01)
-        await sea.close()
-        return asked
-
-    assert len(run_virtual(main())) <= 3
+    b.node.greeted = counted
+    for _ in range(1000):
+        a.node.take_news("b", 10**6)
+        await asyncio.sleep(0.01)
+    assert len(asked) <= 3
 
 
 @pytest.mark.parametrize(
@@ -188,25 +172,17 @@ def test_claims_of_a_newer_roster_are_followed_up_once_in_a_while():
     ],
     ids=["many values", "long values", "a long hold", "no time"],
 )
-def test_greetings_of_impossible_sizes_are_refused(greeting):
-    from noloco_jax.islands.exchange import Unfit
-
-    async def main():
-        a = Sea(["a", "b"]).add("a")
-        with pytest.raises(Unfit):
-            await a.node.greeted("b", greeting)
-
-    run_virtual(main())
+async def test_greetings_of_impossible_sizes_are_refused(greeting):
+    a = Sea("ab").add("a")
+    with pytest.raises(Unfit):
+        await a.node.greeted("b", greeting)
 
 
-def test_a_goodbye_counts_for_the_caller_alone():
-    async def main():
-        sea = Sea(["a", "b", "c"])
-        a = sea.add("a")
-        goodbye = pb.Greeting(phase=pb.Status.FINISHED, identity=a.node.identity)
-        await a.node.greeted("b", goodbye)
-        assert a.node.unfinished() == ["c"]
-        await a.node.greeted("stranger", goodbye)
-        assert "stranger" not in a.node.peers
-
-    run_virtual(main())
+async def test_a_goodbye_counts_for_the_caller_alone():
+    sea = Sea("abc")
+    a = sea.add("a")
+    goodbye = pb.Greeting(phase=pb.Status.FINISHED, identity=a.node.identity)
+    await a.node.greeted("b", goodbye)
+    assert a.node.unfinished() == ["c"]
+    await a.node.greeted("stranger", goodbye)
+    assert "stranger" not in a.node.peers

@@ -5,34 +5,23 @@ import asyncio
 import pytest
 
 from noloco_jax.islands.pace import EARNED, MAX_EARNED, Pace
-from support.island_world import Sea, Sim, participation
-from support.virtual_time import run_virtual
+from support.island_world import Sea, participation
 
 
-def train_at(speeds: dict[str, float], *, by_time: bool, steps: int, stop: float = 0.0, late: float = 0.0, **options):
+async def train_at(
+    speeds: dict[str, float], *, by_time: bool, steps: int, stop: float = 0.0, late: float = 0.0, **options
+):
     """Train islands of these seconds a step, of which the first one stops for a while and the last starts later."""
 
-    async def main():
-        sea = Sea(list(speeds), **options)
-        sims = [sea.add(name, step_seconds=seconds, by_time=by_time) for name, seconds in speeds.items()]
-
-        async def one(sim: Sim, i: int) -> None:
-            await asyncio.sleep(late if i == len(sims) - 1 else 0)
-            await sim.train(steps)
-
-        async def stopped() -> None:
-            await asyncio.sleep(40)
-            sims[0].stopped_until = 40 + stop
-
-        await asyncio.gather(*(one(sim, i) for i, sim in enumerate(sims)), stopped())
-        await sea.close()
-        return sims
-
-    return run_virtual(main())
+    sea = Sea(list(speeds), **options)
+    sims = [sea.add(name, step_seconds=seconds, by_time=by_time) for name, seconds in speeds.items()]
+    training = [sim.train(steps, after=late if sim is sims[-1] else 0.0) for sim in sims]
+    await asyncio.gather(*training, sims[0].stop(40, stop))
+    return sims
 
 
-def test_islands_of_equal_speed_stay_level_where_one_is_held_up_now_and_then():
-    a, b = train_at({"a": 0.1, "b": 0.103}, by_time=False, steps=4000, stop=1.5)
+async def test_islands_of_equal_speed_stay_level_where_one_is_held_up_now_and_then():
+    a, b = await train_at({"a": 0.1, "b": 0.103}, by_time=False, steps=4000, stop=1.5)
     for sim in (a, b):
         assert participation(sim) > 0.98
         late = [met.steps_late for met in sim.met if met.steps_late is not None]
@@ -40,36 +29,31 @@ def test_islands_of_equal_speed_stay_level_where_one_is_held_up_now_and_then():
         assert "caught up" not in {met.outcome for met in sim.met}
 
 
-def test_islands_whose_speed_differs_for_a_while_stay_level():
+async def test_islands_whose_speed_differs_for_a_while_stay_level():
     """As where one of those that share a machine stops, and the others have its cores."""
+    sea = Sea("abcd")
+    sims = [sea.add(name) for name in "abcd"]
 
-    async def main() -> list[Sim]:
-        sea = Sea("abcd")
-        sims = [sea.add(name) for name in "abcd"]
+    async def contention() -> None:
+        await asyncio.sleep(30)
+        for seconds in (0.17, 0.1):
+            for sim in sims[1:]:
+                sim.step_seconds = seconds
+            await asyncio.sleep(40)
 
-        async def contention() -> None:
-            await asyncio.sleep(30)
-            for seconds in (0.17, 0.1):
-                for sim in sims[1:]:
-                    sim.step_seconds = seconds
-                await asyncio.sleep(40)
-
-        await asyncio.gather(*(sim.train(1200) for sim in sims), contention())
-        await sea.close()
-        return sims
-
-    for sim in run_virtual(main()):
+    await asyncio.gather(*(sim.train(1200) for sim in sims), contention())
+    for sim in sims:
         assert participation(sim) > 0.97, sim.name
 
 
-def test_islands_meet_where_one_is_always_slower_by_less_than_half():
+async def test_islands_meet_where_one_is_always_slower_by_less_than_half():
     """As where a round without an exchange takes less time: an island that is alone would stay ahead for ever."""
-    for sim in train_at({"a": 0.1, "b": 0.14}, by_time=False, steps=6000):
+    for sim in await train_at({"a": 0.1, "b": 0.14}, by_time=False, steps=6000):
         assert participation(sim) > 0.97
 
 
-def test_a_fast_island_pauses_for_a_third_of_its_time_at_most_and_is_told_of_time_s_pace():
-    fast, *slow = train_at({"a": 0.1, "b": 0.2, "c": 0.4}, by_time=False, steps=3000)
+async def test_a_fast_island_pauses_for_a_third_of_its_time_at_most_and_is_told_of_time_s_pace():
+    fast, *slow = await train_at({"a": 0.1, "b": 0.2, "c": 0.4}, by_time=False, steps=3000)
     assert fast.finished_at < 0.1 * (3000 + MAX_EARNED + EARNED * 3000) + 5
     assert any("--pace=time" in line for line in fast.lines)
     assert not any("--pace=time" in line for line in slow[-1].lines)
@@ -80,8 +64,8 @@ def test_a_fast_island_pauses_for_a_third_of_its_time_at_most_and_is_told_of_tim
     [({"a": 0.1, "b": 0.2, "c": 0.4}, 4.0, 0.0), ({"a": 0.1, "b": 0.2, "c": 1.0}, 0.0, 20.0)],
     ids=["1:2:4 with a stop", "1:2:10 with a late start"],
 )
-def test_unequal_islands_meet_in_nearly_every_round_with_time_s_pace(speeds, stop, late):
-    sims = train_at(speeds, by_time=True, steps=4000, stop=stop, late=late, steps_a_round=20)
+async def test_unequal_islands_meet_in_nearly_every_round_with_time_s_pace(speeds, stop, late):
+    sims = await train_at(speeds, by_time=True, steps=4000, stop=stop, late=late, steps_a_round=20)
     for sim in sims:
         due = [met for met in sim.met if met.round >= 40 and met.reason != "leaving"]
         met = [one for one in due if one.outcome in ("met", "late")]
@@ -93,26 +77,20 @@ def test_unequal_islands_meet_in_nearly_every_round_with_time_s_pace(speeds, sto
 
 
 @pytest.mark.parametrize("told", [1e-9, 0.01, 1e5])
-def test_a_false_round_time_of_one_of_five_holds_nobody_up(told):
-    names = [*"abcd", "liar"]
+async def test_a_false_round_time_of_one_of_five_holds_nobody_up(told):
+    sea = Sea([*"abcd", "liar"])
+    sims = [sea.add(name, by_time=True) for name in sea.names]
+    liar, own = sims[-1].node.pace, sims[-1].node.pace.timing
 
-    async def main():
-        sea = Sea(names)
-        sims = [sea.add(name, by_time=True) for name in names]
-        liar, own = sims[-1].node.pace, sims[-1].node.pace.timing
+    def timing(round: int, now: float):
+        made = own(round, now)
+        if made.round_seconds:
+            made.round_seconds = told
+        return made
 
-        def timing(round: int, now: float):
-            made = own(round, now)
-            if made.round_seconds:
-                made.round_seconds = told
-            return made
-
-        liar.timing = timing
-        await asyncio.gather(*(sim.train(2000) for sim in sims))
-        await sea.close()
-        return sims[:4]
-
-    for sim in run_virtual(main()):
+    liar.timing = timing
+    await asyncio.gather(*(sim.train(2000) for sim in sims))
+    for sim in sims[:4]:
         assert sim.inner_steps > 0.9 * 2000
         assert participation(sim) > 0.7  # one of five is alone in each round
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.interfaces import Met, Plan, Read
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
+from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.roster import Address, Member, Roster
 from noloco_jax.islands.start import begin
 from noloco_jax.outer.pairing import RandomPairing
@@ -25,30 +25,6 @@ Faults = Callable[[str, str, str], Any]  # (sender, receiver, kind of frame) -> 
 
 async def no_faults(sender: str, receiver: str, kind: str) -> None:
     await asyncio.sleep(0.001)
-
-
-def roster_of(names: Sequence[str], **rounds: tuple[int, int | None]) -> Roster:
-    """Return a roster of islands; `rounds` of some are their first one, and the first one without them."""
-    rows = [
-        Member(i, name, Address("127.0.0.1", 7000 + i), *rounds.get(name, (0, None))) for i, name in enumerate(names)
-    ]
-    return Roster("simulation", tuple(rows), len(rows))
-
-
-def random_partner(active: Sequence[str], round: int, name: str) -> str | None:
-    return _partners(tuple(active), round).get(name)
-
-
-@functools.lru_cache(maxsize=16)
-def _pairing(count: int) -> RandomPairing:
-    return RandomPairing(count)
-
-
-@functools.lru_cache(maxsize=64)
-def _partners(active: tuple[str, ...], round: int) -> dict[str, str]:
-    pairing = _pairing(len(active))
-    pairs = [group for group in pairing.pool[int(pairing.pool_index(round))] if len(group) == 2]
-    return {active[i]: active[j] for pair in pairs for i, j in (pair, pair[::-1])}
 
 
 class Numbers:
@@ -157,41 +133,38 @@ class _Network:
 class Sim:
     """One island: its protocol, and a training that pulls a few numbers to a target."""
 
-    def __init__(self, world: "Sea", name: str, **options: Any):
-        self.world, self.name, self.options = world, name, {"saved": None, **options}
-        self.step_seconds: float = options.pop("step_seconds", world.step_seconds)
-        self.options.pop("step_seconds", None)
-        self.steps_a_round = world.steps_a_round
-        self.slow = np.zeros(NUMBERS)
-        self.momentum = np.zeros(NUMBERS)
-        self.step = 0
-        self.inner_steps = 0
+    def __init__(
+        self,
+        world: "Sea",
+        name: str,
+        *,
+        step_seconds: float | None = None,
+        by_time: bool = False,
+        parse: Callable[[bytes], Roster] | None = None,
+        **plan: Any,
+    ):
+        self.world, self.name = world, name
+        self.step_seconds = world.step_seconds if step_seconds is None else step_seconds
+        self.slow, self.momentum = np.zeros(NUMBERS), np.zeros(NUMBERS)
+        self.step = self.inner_steps = 0
         self.calls: set[asyncio.Task] = set()
         self.met: list[Met] = []
         self.lines: list[str] = []
         self.inbox: list[Any] = []
         self.applied: list[tuple[int, np.ndarray]] = []
-        self.waiting: list[asyncio.Future] = []
         self.stopped_until = self.finished_at = 0.0
         self.target = np.random.default_rng([ord(letter) for letter in name]).normal(size=NUMBERS)
         self.tamper: Callable[[np.ndarray], np.ndarray] = lambda message: message
-        self.snapshot: tuple[Any, ...] | None = None
-        self.node = self._make()
-
-    def _make(self) -> Node:
-        options = self.options
-        plan = Plan(
-            name=self.name,
-            roster=options.get("roster", self.world.roster),
-            identity=options.get("identity", {"run": "simulation"}),
-            partner=options.get("partner", random_partner),
-            codec=options.get("codec", Numbers()),
-            incarnation=options.get("incarnation", 1),
-            fits=options.get("fits", lambda round, step: True),
-            saved=options["saved"],
-        )
-        pace = Pace(self.world.steps_a_round, options.get("by_time", False))
-        return Node(plan, _Network(self.name, self.world), self, pace, options.get("parse"))
+        fields: dict[str, Any] = {
+            "roster": world.roster,
+            "identity": {"run": "simulation"},
+            "partner": world.partner,
+            "codec": Numbers(),
+            "incarnation": 1,
+            "fits": lambda round, step: True,
+        }
+        network, pace = _Network(name, world), Pace(world.steps_a_round, by_time)
+        self.node = Node(Plan(name=name, **(fields | plan)), network, self, pace, parse)
 
     # As `World`.
 
@@ -260,33 +233,32 @@ class Sim:
         self.slow = self.slow + self.momentum
         self.node.round_ended(self.node.round + 1, self.step, message, norm, 100)
 
-    async def train(self, num_steps: int, has_weights: bool = False, began_before: bool = False) -> None:
-        """Start as an island does, and train."""
+    async def stop(self, after: float, seconds: float) -> None:
+        """Stop the training for a while, after so many seconds."""
+        await asyncio.sleep(after)
+        self.stopped_until = asyncio.get_running_loop().time() + seconds
+
+    async def train(
+        self, num_steps: int, has_weights: bool = False, began_before: bool = False, after: float = 0.0
+    ) -> None:
+        """Start as an island does, after so many seconds, and train."""
+        await asyncio.sleep(after)
         await begin(self.node, CatchUp(self.node, self), has_weights, began_before)
         await self.go_on(num_steps)
 
     async def go_on(self, num_steps: int) -> None:
-        now = asyncio.get_running_loop().time
+        now, steps_a_round = asyncio.get_running_loop().time, self.world.steps_a_round
         while self.step < num_steps and not self.node.is_removed:
             self.apply()
             await asyncio.sleep(self.node.pace.pause())
-            stride = self.node.pace.stride(now(), self.steps_a_round - self.step % self.steps_a_round)
+            stride = self.node.pace.stride(now(), steps_a_round - self.step % steps_a_round)
             self.inner_steps += 1
             await asyncio.sleep(max(self.step_seconds, self.stopped_until - now()))
             self.step += stride
-            if self.step % self.steps_a_round == 0:
+            if self.step % steps_a_round == 0:
                 self.end_round()
         self.finished_at = now()
         self.node.leave(pb.Status.FINISHED if self.step >= num_steps else pb.Status.LEAVING)
-
-    def save(self) -> dict[str, Any]:
-        self.apply()
-        return {
-            "saved": self.node.to_json(),
-            "slow": self.slow.copy(),
-            "momentum": self.momentum.copy(),
-            "step": self.step,
-        }
 
     def kill(self) -> None:
         """End everything without a word."""
@@ -299,7 +271,9 @@ class Sea:
     """All islands, and the network between them."""
 
     def __init__(self, names: Sequence[str], *, step_seconds: float = 0.1, steps_a_round: int = 10, seed: int = 0):
-        self.roster = roster_of(names)
+        self.names, self.partner = tuple(names), partner_by(RandomPairing(len(names)), 1)
+        rows = [Member(i, name, Address("127.0.0.1", 7000 + i)) for i, name in enumerate(names)]
+        self.roster = Roster("simulation", tuple(rows), len(rows))
         self.random = random.Random(seed)
         self.step_seconds, self.steps_a_round = step_seconds, steps_a_round
         self.faults: Faults = no_faults
@@ -308,23 +282,13 @@ class Sea:
         self.cut: Callable[[str, str], bool] = lambda one, other: False
 
     def add(self, name: str, **options: Any) -> Sim:
-        checkpoint = options.pop("checkpoint", None)
-        if checkpoint is not None:
-            options["saved"] = checkpoint["saved"]
-        sim = self.islands[name] = Sim(self, name, **options)
-        if checkpoint is not None:
-            sim.slow, sim.momentum, sim.step = checkpoint["slow"], checkpoint["momentum"], checkpoint["step"]
-        return sim
+        self.islands[name] = Sim(self, name, **options)
+        return self.islands[name]
 
     def reach(self, me: str, peer: str) -> Sim:
         if peer not in self.islands or me not in self.islands or self.cut(me, peer):
             raise Broken("nobody listens there")
         return self.islands[peer]
-
-    async def close(self) -> None:
-        for sim in list(self.islands.values()):
-            await sim.node.close(0.1)
-            sim.kill()
 
 
 def participation(sim: Sim, since: int = 0) -> float:

@@ -13,9 +13,10 @@ from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.interfaces import Read
 from noloco_jax.islands.keys import credentials_for
 from noloco_jax.islands.network import Correction, Link, LinkPlan, is_done
+from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.payload import ArraySpec, Message, StateForms
 from noloco_jax.islands.roster import MEMBERS_FILE, Roster, newest
-from support.island_world import random_partner
+from noloco_jax.outer.pairing import RandomPairing
 
 SPECS = [ArraySpec((3, 5), np.dtype(np.float32)), ArraySpec((), np.dtype(np.int32))]
 
@@ -50,7 +51,7 @@ class LiveIsland:
             roster=newest(workdir / MEMBERS_FILE, roster, authority),
             credentials=credentials,
             identity=fields.pop("identity", {"run": roster.run}),
-            partner=random_partner,
+            partner=partner_by(RandomPairing(len(roster.names)), 1),
             codec=Floats(),
             forms=StateForms(SPECS, 1, [1]),
             workdir=workdir,
