@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 
 INTERRUPTED = 130  # the status that shells give after Ctrl-C
+RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGHUP with everything saved; the same command resumes
 _DEVICE_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")  # known by name: jax need not be imported
 _OF_THE_PROGRAM = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION", "OUT_OF_RANGE", "NOT_FOUND")
 

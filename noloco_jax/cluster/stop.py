@@ -8,9 +8,8 @@ from collections.abc import Callable
 from types import FrameType
 
 from noloco_jax.cluster.processes import Processes
-from noloco_jax.errors import INTERRUPTED, tell
+from noloco_jax.errors import INTERRUPTED, RESTART, tell
 
-RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGHUP with everything saved; the same command resumes
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP", signal.SIGTERM: "SIGTERM"}
 
 

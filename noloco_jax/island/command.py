@@ -1,5 +1,6 @@
 """Islands: independent processes, one a replica, that train together over any network.
 
+    python -m noloco_jax.island local 4 --config=configs/quickstart.py --workdir=runs/islands   # all on this machine
     python -m noloco_jax.island keys --roster=roster.toml --out=keys     # an authority, and keys for each island
     python -m noloco_jax.island train --config=configs/c4_125m.py --roster=roster.toml --name=paris --keys=keys/paris
         --workdir=runs/paris
@@ -32,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"]:  # takes a configuration's fields as well
         return _train(arguments[1:])
+    if arguments[:1] == ["local"]:  # passes on all but its own
+        from noloco_jax.island.local import local
+
+        return local(*_parser().parse_known_args(arguments))
     overrides: Sequence[str] = []
     if arguments[:1] == ["merge"]:  # takes some of them
         overrides, arguments = split_overrides(arguments)
@@ -98,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.island")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("train", help=_TRAIN, add_help=False)  # read by `_train`
+    local = _command(commands, "local", "train all islands on this machine; further arguments are those of train")
+    local.add_argument("number", type=int, metavar="N", help="of islands, 2 or more")
+    local.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="a folder for all of them")
     keys = _command(commands, "keys", "make a certificate authority, and keys for each island that has none")
     _define_roster_flag(keys)
     keys.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where they go, a folder each")

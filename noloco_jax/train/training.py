@@ -5,13 +5,14 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
 
 from noloco_jax import draws
 from noloco_jax.checkpoint.record import write_start
+from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.host import find_devices, use_cpu_cores, use_gpu_memory
@@ -21,22 +22,26 @@ from noloco_jax.cluster.start import joined
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
 from noloco_jax.files import check_writable, full_disk_told
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
+from noloco_jax.metrics.evaluate import Validation
 from noloco_jax.metrics.memory import check_memory, compiled_peak, program_memory
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
+from noloco_jax.model.kind import Params
 from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs, keep_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import Programs, build_programs
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.train.banner import banner_rows
 from noloco_jax.train.inputs import check_inputs, given_weights, open_data
 from noloco_jax.train.loop import train_steps
+from noloco_jax.train.messages import Messages
 from noloco_jax.train.mode import Mode, Resumed, WholeRun
 from noloco_jax.train.parts import Outcome, Run
 from noloco_jax.train.resume import check_end, completion, restored_state
@@ -90,23 +95,14 @@ def train(
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
     """
-    # Check the configuration, the data's form and the memory.
-    devices = find_devices()
-    processes, mode, console = processes or run_processes(), mode or WholeRun(), _console_of_first_process()
-    _check_folders(workdir, wandb_project)
-    mode.check(run_config)
-    data, tokenizer = check_inputs(run_config, console)
-    config = mode.own(run_config)
-    programs = build_programs(config, make_mesh(config, training_devices(config, devices)))
-    messages = mode.prepare(config, programs)
-    check_memory(config, programs)
+    setup = _check(run_config, workdir, wandb_project, processes or run_processes(), mode or WholeRun())
+    config, console = setup.config, setup.console
     with (
-        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, force=force_unlock),
-        Stop(processes) as stop,
-        Checkpointer(workdir, run_config, processes, from_step=from_step, read_only=dry_run) as checkpoints,
-        contextlib.closing(mode),
+        contextlib.nullcontext() if dry_run else workdir_locked(workdir, setup.processes, force=force_unlock),
+        Stop(setup.processes) as stop,
+        Checkpointer(workdir, run_config, setup.processes, from_step=from_step, read_only=dry_run) as checkpoints,
+        contextlib.closing(setup.mode),
     ):
-        # Open the checkpoint to resume from, and the data.
         saved = checkpoints.start()
         stop.is_due()  # from here on a SIGTERM to one of several processes stops all
         if saved is not None:
@@ -114,56 +110,32 @@ def train(
             if saved.step >= config.num_steps and not dry_run:
                 console.print(completion(saved))
                 return 0
-        positions = None if saved is None else mode.data_positions(config, saved)
-        banner([*mode.rows, *banner_rows(config, programs, messages)], console)
-        validation, streams = open_data(config, data, tokenizer, programs, mode.replica_numbers(config), console)
-        if saved is not None and positions is not None:
-            streams.set_state(dict(enumerate(positions)))
-            with told_if_slow(f"comparing the checkpoint of step {saved.step} with its digests", console.print):
-                line = saved.verify()
-            if dry_run:
-                console.print(line)
-        given = given_weights(config, tokenizer) if saved is None else None
+        validation, streams = _open_data(setup, saved, print_digests=dry_run)
+        given = given_weights(config, setup.tokenizer) if saved is None else None
         if dry_run:
             return 0
-
-        # Meet the peers, compile, and make or restore the state.
-        start, totals = (0, Totals()) if saved is None else (saved.step, saved.totals)
-        resumed = Resumed(start, saved and saved.sync_state)
-        fingerprint = None if tokenizer is None else tokenizer.fingerprint
-        if not mode.connect(run_config, workdir, resumed, stop.is_due, console.print, fingerprint):
-            return _begins_again(console, stop)
-        streams.start()  # the first batches are made during compilation
-        stop.current = "the compilation"
-        programs = _compile(config, programs, mode, console, draws_weights=saved is None and given is None)
-        if stop.is_due():
-            return _begins_again(console, stop)
-        sync = mode.sync(config, programs)
-        if saved is not None:
-            state = restored_state(config, programs, checkpoints, saved, from_step, console)
-        elif given is not None:
-            state, given = programs.from_params(given), None  # frees the given parameters on the host
-        else:
-            state = programs.init(draws.key(config.seed))
-        if not mode.begin(stop.is_due, start, totals.seconds):
-            return _begins_again(console, stop)
-
-        # Train.
+        started = _start(setup, saved, given, from_step, streams, checkpoints, stop)
+        if started is None:
+            console.print(f"{stop.reason} before training: the same command starts again")
+            return stop.exit_status
+        programs, sync, state = started
+        del given, started  # their memory
         if jax.process_index() == 0:
             write_start(run_config, workdir)
+        start, totals = (0, Totals()) if saved is None else (saved.step, saved.totals)
         with (
-            _open_metrics(workdir, saved and start, wandb_project, mode, to_dict(config)) as metrics,
+            _open_metrics(workdir, saved and start, wandb_project, setup.mode, to_dict(config)) as metrics,
             Progress(config.num_steps, start_step=start, log_every=config.log_every, console=console) as progress,
         ):
-            processes.barrier("start")  # so that all clocks start together
+            setup.processes.barrier("start")  # so that all clocks start together
             run = Run(
                 config=config,
                 programs=programs,
                 batches=GlobalBatches(streams, programs),
-                evaluate=partial(mode.evaluate, programs, validation),
+                evaluate=partial(setup.mode.evaluate, programs, validation),
                 checkpoints=checkpoints,
                 totals=totals,
-                messages=messages,
+                messages=setup.messages,
                 peak_flops_per_second=_peak(config, programs),
                 metrics=metrics,
                 progress=progress,
@@ -176,35 +148,110 @@ def train(
     streams.close()  # after a failure the streams close when the process ends
     if not outcome.finished:
         return _stopped(outcome, stop, sync, console)
-    with told_if_slow("writing the sample: its programs compile first", console.print):
-        sample = sample_of_run(config, tokenizer, programs, outcome.state.params)
-    if jax.process_index() == 0:
-        if sample is not None:
-            console.print("the model writes:", style="bold")
-            console.print(sample)
-        console.print(f"curves: {plot_curves(workdir)}")
+    _write_sample_and_curves(setup, programs, outcome.state)
     return 0
 
 
-def _console_of_first_process() -> Console:
-    """Make the console, which is silent on all processes but the first."""
+class _Setup(NamedTuple):
+    """A run whose configuration, data and memory are checked; nothing is opened, compiled or written yet.
+
+    Attributes:
+      run_config: configuration of the whole run.
+      config: configuration of this process's programs.
+      workdir, processes, mode: as of `train`.
+      console: silent on all processes but the first.
+      data, tokenizer: as of `check_inputs`.
+      programs: traced programs.
+      messages: bytes that replicas send each other.
+    """
+
+    run_config: TrainConfig
+    config: TrainConfig
+    workdir: Path
+    processes: Processes
+    mode: Mode
+    console: Console
+    data: RunData
+    tokenizer: Tokenizer | None
+    programs: Programs
+    messages: Messages
+
+
+def _check(
+    run_config: TrainConfig, workdir: Path, wandb_project: str | None, processes: Processes, mode: Mode
+) -> _Setup:
+    """Raise `UserError` for what would fail later: folders, devices, configuration, the data's form."""
+    devices = find_devices()
     console = make_console()
     console.quiet = jax.process_index() > 0
-    return console
-
-
-def _check_folders(workdir: Path, wandb_project: str | None) -> None:
-    """Raise `UserError` for what could not be written later."""
     for folder in (workdir, workdir / "checkpoints"):
         check_writable(folder)
     if wandb_project:
         check_wandb()
+    mode.check(run_config)
+    data, tokenizer = check_inputs(run_config, console)
+    config = mode.own(run_config)
+    programs = build_programs(config, make_mesh(config, training_devices(config, devices)))
+    messages = mode.prepare(config, programs)
+    check_memory(config, programs)
+    return _Setup(run_config, config, workdir, processes, mode, console, data, tokenizer, programs, messages)
 
 
-def _begins_again(console: Console, stop: Stop) -> int:
-    """Print that the run was told to stop before its first step; return the exit status."""
-    console.print(f"{stop.reason} before training: the same command starts again")
-    return stop.exit_status
+def _open_data(setup: _Setup, saved: Saved | None, *, print_digests: bool) -> tuple[Validation, ReplicaStreams]:
+    """Print the banner; open the data at the checkpoint's position, and compare that with its digests."""
+    config, mode, console = setup.config, setup.mode, setup.console
+    positions = None if saved is None else mode.data_positions(config, saved)
+    banner([*mode.rows, *banner_rows(config, setup.programs, setup.messages)], console)
+    numbers = mode.replica_numbers(config)
+    validation, streams = open_data(config, setup.data, setup.tokenizer, setup.programs, numbers, console)
+    if saved is not None and positions is not None:
+        streams.set_state(dict(enumerate(positions)))
+        with told_if_slow(f"comparing the checkpoint of step {saved.step} with its digests", console.print):
+            line = saved.verify()
+        if print_digests:
+            console.print(line)
+    return validation, streams
+
+
+def _start(
+    setup: _Setup,
+    saved: Saved | None,
+    given: Params | None,
+    from_step: int | None,
+    streams: ReplicaStreams,
+    checkpoints: Checkpointer,
+    stop: Stop,
+) -> tuple[Programs, Sync, TrainState] | None:
+    """Meet the peers, compile, and make or restore the state; return None if the run was told to stop meanwhile.
+
+    Args:
+      setup: the run.
+      saved: the checkpoint to resume from; None: a new run.
+      given: weights of a new run; None: they are drawn. Freed on the host once they are on the devices.
+      from_step: as of `train`.
+      streams: training data, whose first batches are made during compilation.
+      checkpoints: storage of the state.
+      stop: request to stop the run.
+    """
+    config, mode, console = setup.config, setup.mode, setup.console
+    step, seconds = (0, 0.0) if saved is None else (saved.step, saved.totals.seconds)
+    resumed = Resumed(step, saved and saved.sync_state)
+    fingerprint = None if setup.tokenizer is None else setup.tokenizer.fingerprint
+    if not mode.connect(setup.run_config, setup.workdir, resumed, stop.is_due, console.print, fingerprint):
+        return None
+    streams.start()
+    stop.current = "the compilation"
+    programs = _compile(config, setup.programs, mode, console, draws_weights=saved is None and given is None)
+    if stop.is_due():
+        return None
+    sync = mode.sync(config, programs)
+    if saved is not None:
+        state = restored_state(config, programs, checkpoints, saved, from_step, console)
+    elif given is not None:
+        state = programs.from_params(given)
+    else:
+        state = programs.init(draws.key(config.seed))
+    return (programs, sync, state) if mode.begin(stop.is_due, step, seconds) else None
 
 
 def _compile(config: TrainConfig, programs: Programs, mode: Mode, console: Console, *, draws_weights: bool) -> Programs:
@@ -237,6 +284,17 @@ def _open_metrics(
         writes=jax.process_index() == 0,
         observe=mode.observe,
     )
+
+
+def _write_sample_and_curves(setup: _Setup, programs: Programs, state: TrainState) -> None:
+    console = setup.console
+    with told_if_slow("writing the sample: its programs compile first", console.print):
+        sample = sample_of_run(setup.config, setup.tokenizer, programs, state.params)
+    if jax.process_index() == 0:
+        if sample is not None:
+            console.print("the model writes:", style="bold")
+            console.print(sample)
+        console.print(f"curves: {plot_curves(setup.workdir)}")
 
 
 def _stopped(outcome: Outcome, stop: Stop, sync: Sync, console: Console) -> int:

@@ -1,0 +1,50 @@
+"""`island local`: all islands of a run on this machine."""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from noloco_jax.errors import INTERRUPTED, RESTART
+from noloco_jax.island import local
+
+# In place of an island: writes its arguments, and does what `--act` says at each of its starts.
+PROGRAM = """
+import os, pathlib, signal, sys, time
+command, *arguments = sys.argv[1:]
+values = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+if command == "merge":
+    pathlib.Path(values["--out"]).write_text(" ".join(arguments[3:]))
+    sys.exit()
+starts = pathlib.Path(values["--workdir"], "starts")
+starts.write_text((starts.read_text() if starts.exists() else "") + "x")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+exec(values["--act"])
+"""
+
+
+def trained(monkeypatch, workdir: Path, act: str) -> int:
+    monkeypatch.setattr(local, "_ISLAND", (sys.executable, "-c", PROGRAM))
+    return local.local(argparse.Namespace(number=3, workdir=workdir), [f"--act={act}"])
+
+
+def starts(workdir: Path) -> list[int]:
+    return [len((workdir / f"island{i}/starts").read_text()) for i in range(3)]
+
+
+def test_a_killed_island_starts_again_one_with_a_mistake_does_not_and_the_others_are_merged(monkeypatch, tmp_path):
+    killed = "values['--name'] == 'island0' and len(starts.read_text()) == 1 and os.kill(os.getpid(), 9)"
+    act = f"{killed}; sys.exit(2 if values['--name'] == 'island1' else 0)"
+    assert trained(monkeypatch, tmp_path, act) == 2
+    assert starts(tmp_path) == [2, 1, 1]
+    assert (tmp_path / "merged").read_text() == f"{tmp_path}/island0 {tmp_path}/island2"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, RESTART), (signal.SIGINT, INTERRUPTED)])
+def test_a_signal_lets_all_islands_save_and_merges_nothing(monkeypatch, tmp_path, number, status):
+    act = f"values['--name'] == 'island0' and os.kill(os.getppid(), {int(number)}); time.sleep(60)"
+    assert trained(monkeypatch, tmp_path, act) == status
+    assert starts(tmp_path) == [1, 1, 1]
+    assert not (tmp_path / "merged").exists()
