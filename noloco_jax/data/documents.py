@@ -177,29 +177,15 @@ def _end_with_parent() -> None:
 def read_documents(
     documents: ReplicaDocuments, position: DataPosition, loader: Loader, last_epoch: float = math.inf
 ) -> Generator[tuple[np.ndarray, DataPosition]]:
-    """Yield a replica's documents from `position` on through `last_epoch`, each with the position before it.
-
-    An error in a document that is read ahead is raised behind the documents in front of it.
-    """
+    """Yield a replica's documents from `position` on through `last_epoch`, each with the position before it."""
     pending: deque[tuple[list[DataPosition], Loaded]] = deque()
-    failed: Exception | None = None
     with closing(read_records(documents, position)) as read:
         wanted = itertools.takewhile(lambda record: record[1].epoch <= last_epoch, read)
         while True:
-            while failed is None and len(pending) < loader.ahead:
-                chunk: list[tuple[Any, DataPosition]] = []
-                try:
-                    for record in itertools.islice(wanted, documents.source.chunk_size):
-                        chunk.append(record)  # one by one, to have those in front of an error
-                except Exception as error:
-                    failed = error
-                if not chunk:
-                    break
+            while len(pending) < loader.ahead and (chunk := [*itertools.islice(wanted, documents.source.chunk_size)]):
                 records, positions = map(list, zip(*chunk, strict=True))
                 pending.append((positions, loader.submit(documents.name, records)))
             if not pending:
-                if failed is not None:
-                    raise failed
                 return
             positions, loaded = pending.popleft()
             yield from zip(loaded(), positions, strict=True)

@@ -8,7 +8,7 @@ from contextlib import closing
 
 from noloco_jax.data.find_files import HELD_OUT_EVERY
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
-from noloco_jax.data.reading import DamagedFileError, file_states, leave_out, versions_fact
+from noloco_jax.data.reading import DamagedFileError, file_sizes, leave_out, versions_fact
 from noloco_jax.data.source import GOLDEN_STEP, Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
@@ -62,7 +62,7 @@ class JsonLinesSource(Source):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, int | str]:
-        sizes = [state.size for state in file_states(self.files)]
+        sizes = file_sizes(self.files)
         return {
             "kind": "jsonl",
             "files": len(self.files),

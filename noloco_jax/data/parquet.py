@@ -9,7 +9,7 @@ import numpy as np
 from noloco_jax.data.find_files import HoldOut
 from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
-from noloco_jax.data.reading import DamagedFileError, file_states, tell_once, versions_fact
+from noloco_jax.data.reading import DamagedFileError, tell_once, versions_fact
 from noloco_jax.data.source import Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
@@ -72,7 +72,7 @@ class ParquetSource(Source):
         vocab_size: int | None,
     ):
         super().__init__(options, files, part)
-        self._footers = read_footers(file_states(files), options.text_column)
+        self._footers = read_footers(files, options.text_column)
         self._converters = [
             RowConverter(file, footer.columns, sequence_length, vocab_size)
             for file, footer in zip(files, self._footers, strict=True)

@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from noloco_jax.data.reading import READ_AT_ONCE, DamagedFileError, FileState, file_state
+from noloco_jax.data.reading import READ_AT_ONCE, DamagedFileError
 from noloco_jax.errors import UserError
-from noloco_jax.storage.addresses import is_remote, path_or_file
+from noloco_jax.storage.addresses import is_remote, path_or_file, remote_facts
 from noloco_jax.storage.retries import with_retries
 
 if TYPE_CHECKING:
@@ -32,26 +33,25 @@ class FileFooter(NamedTuple):
     group_bytes: tuple[int, ...]  # before compression; it changes with most changes of the values
 
 
-@functools.lru_cache(maxsize=8)  # data sets
-def read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileFooter, ...]:
-    """Read the footer of each file, once in a process unless the files change.
+def read_footers(files: Sequence[str], text_column: str) -> list[FileFooter]:
+    """Read the footer of each file.
 
     Raises `UserError` for a file that is not Parquet, and for unknown columns.
     """
 
-    def read(file: FileState) -> FileFooter:
-        with _open(file.path) as opened:
-            columns = choose_columns(file.path, opened.schema_arrow, text_column)
+    def read(path: str) -> FileFooter:
+        with _open(path) as opened:
+            columns = choose_columns(path, opened.schema_arrow, text_column)
             groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
         rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
         return FileFooter(columns, rows, group_bytes)
 
     with ThreadPoolExecutor(READ_AT_ONCE) as pool:
-        return tuple(pool.map(read, files))
+        return list(pool.map(read, files))
 
 
 @functools.lru_cache(maxsize=_DECODED_FOOTERS)
-def _decoded_footer(path: str, version: int | str, size: int) -> "pq.FileMetaData":
+def _decoded_footer(path: str, version: int | str) -> "pq.FileMetaData":
     import pyarrow.parquet as pq
 
     return _decoding(path, lambda: pq.read_metadata(path_or_file(path, read_ahead=False)))
@@ -60,7 +60,8 @@ def _decoded_footer(path: str, version: int | str, size: int) -> "pq.FileMetaDat
 def _open(path: str) -> "pq.ParquetFile":
     import pyarrow.parquet as pq
 
-    footer = _decoded_footer(*file_state(path))
+    version = remote_facts(path).version if is_remote(path) else with_retries(lambda: os.stat(path).st_mtime_ns, path)
+    footer = _decoded_footer(path, version)
     buffer_bytes = _REMOTE_BUFFER_BYTES if is_remote(path) else _COLUMN_BUFFER_BYTES
 
     def read() -> "pq.ParquetFile":

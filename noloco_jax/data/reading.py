@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from typing import NamedTuple
 
 from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.storage.addresses import is_remote, remote_facts
@@ -24,36 +23,19 @@ class WorkerLostError(TransientError):
     """A worker process was killed or broke down; another may make its chunks."""
 
 
-class FileState(NamedTuple):
-    """A file as far as its server knows it, `version` in nanoseconds where that is the file system, `size` in bytes."""
-
-    path: str
-    version: int | str
-    size: int
-
-
-def file_state(path: str) -> FileState:
-    """Ask the file system, or a server once in a process. Transient errors are retried."""
-    if is_remote(path):
-        size, version = remote_facts(path)
-        return FileState(path, version, size)
-    stat = with_retries(functools.partial(os.stat, path), path)
-    return FileState(path, stat.st_mtime_ns, stat.st_size)
-
-
-def file_states(paths: Sequence[str]) -> tuple[FileState, ...]:
-    """Return the state of each file; servers are asked for many at once."""
+def file_sizes(paths: Sequence[str]) -> list[int]:
+    """Return the bytes of each file. Transient errors are retried; servers are asked for many files at once."""
     if not any(map(is_remote, paths[:1])):
-        return tuple(map(file_state, paths))
+        return [with_retries(functools.partial(os.path.getsize, path), path) for path in paths]
     with ThreadPoolExecutor(READ_AT_ONCE) as pool:
-        return tuple(pool.map(file_state, paths))
+        return [facts.size for facts in pool.map(remote_facts, paths)]
 
 
 def versions_fact(paths: Sequence[str]) -> dict[str, str]:
     """Return the fact `VERSIONS` of files on a server; nothing for local files, whose times change with a copy."""
     if not any(map(is_remote, paths[:1])):
         return {}
-    versions = repr([state.version for state in file_states(paths)])
+    versions = repr([remote_facts(path).version for path in paths])
     return {VERSIONS: sha256(versions.encode()).hexdigest()[:16]}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
-from noloco_jax.data.reading import file_states, versions_fact
+from noloco_jax.data.reading import file_sizes, versions_fact
 from noloco_jax.data.source import EpochShard, Source, SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import open_file
@@ -25,7 +25,7 @@ def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
     files = without_repeats(find_files(options, SUFFIXES))
     if len(files) == 1 and not files[0].lower().endswith(SUFFIXES):
         _check_is_text(options, files[0])
-    sized = [(state.path, state.size) for state in file_states(files) if state.size]
+    sized = [(path, size) for path, size in zip(files, file_sizes(files), strict=True) if size]
     if not sized:
         raise UserError(f"{options.name} holds no text: its files are empty")
     return sized

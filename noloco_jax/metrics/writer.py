@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -175,19 +174,14 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _entries(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return (line, entry) pairs of a metrics file, and warn about damaged lines, which are left out.
-
-    An incomplete last line is left out silently: the run is writing it, or was killed while it did.
-    """
-    entries, damaged = [], 0
+    """Return (line, entry) pairs of a metrics file, without lines that a killed process has left incomplete."""
+    entries = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             entry = json.loads(line)
             entries.append((line + b"\n", {"step": int(entry["step"]), "kind": str(entry["kind"]), **entry}))
         except (ValueError, TypeError, KeyError):  # not JSON, not UTF-8, or no entry
-            damaged += 1
-    if damaged:
-        warnings.warn(f"{path}: {damaged} damaged line{'s' * (damaged > 1)} left out", stacklevel=2)
+            continue
     return entries
 
 

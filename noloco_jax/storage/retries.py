@@ -18,7 +18,6 @@ _TOLD_SECONDS = 8.0  # least delay of which people are told
 def with_retries(
     act: Callable[[], T],
     path: str,
-    done: str = "read",
     *,
     delays: Sequence[float] = RETRY_DELAYS,
     transient: Sequence[int] = TRANSIENT_ERRNOS,
@@ -26,9 +25,8 @@ def with_retries(
     """Call `act`, again after each of `delays` while its error is a transient one, and return its result.
 
     Args:
-      act: reads or writes the file `path`. It must be able to start again after an `OSError`.
+      act: reads the file `path`. It must be able to start again after an `OSError`.
       path: the file, for people.
-      done: what `act` does, as a participle for people.
       delays: seconds.
       transient: the numbers of such errors.
 
@@ -46,13 +44,13 @@ def with_retries(
                 raise
             reason = error.strerror or str(error)
             if error.errno not in transient:
-                raise UserError(f"{path} cannot be {done} ({reason}): make it accessible") from None
+                raise UserError(f"{path} cannot be read ({reason}): make it accessible") from None
             delay = next(left, None)
             if delay is None:
                 raise TransientError(
-                    f"{path} cannot be {done} ({reason}), not even after {sum(delays):g} seconds of retries: "
+                    f"{path} cannot be read ({reason}), not even after {sum(delays):g} seconds of retries: "
                     "the same command continues once the storage is back"
                 ) from None
             if delay >= _TOLD_SECONDS:
-                tell(f"{path} cannot be {done} ({reason}): trying again in {delay:g} s")
+                tell(f"{path} cannot be read ({reason}): trying again in {delay:g} s")
         sleep(delay)
