@@ -11,7 +11,7 @@ from noloco_jax.config.build import (
     unchecked,
     unknown_field,
 )
-from noloco_jax.config.changes import Change, changes, default_settings, unused_settings
+from noloco_jax.config.changes import Change, changes, unused_settings
 from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import (
     DataConfig,
@@ -38,7 +38,6 @@ __all__ = [
     "SourceConfig",
     "TrainConfig",
     "changes",
-    "default_settings",
     "find_field",
     "flatten",
     "from_dict",

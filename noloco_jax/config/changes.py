@@ -89,11 +89,3 @@ def _is_unused(config: TrainConfig, path: str) -> bool:
         "sample_prompt": config.sample_tokens > 0,
     }
     return METHODS[config.method].is_unused(path) or not used_with.get(path, True)
-
-
-def default_settings(config: TrainConfig) -> list[str]:
-    """Return "FIELD=VALUE" of every field of `outer` whose value is the default of the configuration's method."""
-    defaults, outer = METHODS[config.method].defaults, config.outer
-    return [
-        f"{name}={value}" for name, value in defaults.items() if value is not None and getattr(outer, name) == value
-    ]

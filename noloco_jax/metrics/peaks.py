@@ -31,15 +31,13 @@ _TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("A100",), 312.0),
     (("L40S",), 362.0),
     (("L4",), 121.0),
-)
-_TPU_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("TPU7x",), 1153.5),  # a chip of 2,307 is two devices
     (("TPU", "v6"), 918.0),  # v6e
     (("TPU", "v5", "lite"), 197.0),  # v5e
     (("TPU", "v5"), 459.0),  # v5p
     (("TPU", "v4"), 275.0),
 )
-_TF32_SHARE = 0.5  # ratio of the TF32 rate to the bfloat16 rate, on all of these
+_TF32_SHARE = 0.5  # ratio of the TF32 rate to the bfloat16 rate, on all of these GPUs
 
 
 def peak_of(device_kind: str, dtype: str) -> Peak | None:
@@ -53,16 +51,14 @@ def peak_of(device_kind: str, dtype: str) -> Peak | None:
     settings: Any = jax.config  # its attributes are made at run time, where no type checker sees them
     words = device_kind.replace("-", " ").split()
     precision = settings.jax_default_matmul_precision
-    for names, tflops in _TPU_TFLOPS:
-        if all(name in words for name in names):
-            if dtype == "bfloat16" or precision in (None, "default"):
-                return Peak(1e12 * tflops, f"Google's page on the {' '.join(names)}, bfloat16")
-            return None
-    for names, tflops in _TFLOPS:
-        if all(name in words for name in names):
-            if dtype == "bfloat16":
-                return Peak(1e12 * tflops, f"NVIDIA's data sheet of the {' '.join(names)}, bfloat16 without sparsity")
-            if precision in (None, "default", "tensorfloat32"):
-                share = 1e12 * tflops * _TF32_SHARE
-                return Peak(share, f"NVIDIA's data sheet of the {' '.join(names)}, TF32 without sparsity")
+    found = next((row for row in _TFLOPS if all(name in words for name in row[0])), None)
+    if found is None:
+        return None
+    names, tflops = found
+    name, is_tpu = " ".join(names), names[0].startswith("TPU")
+    source = f"Google's page on the {name}, bfloat16" if is_tpu else f"NVIDIA's data sheet of the {name}"
+    if dtype == "bfloat16" or (is_tpu and precision in (None, "default")):
+        return Peak(1e12 * tflops, source if is_tpu else f"{source}, bfloat16 without sparsity")
+    if not is_tpu and precision in (None, "default", "tensorfloat32"):
+        return Peak(1e12 * tflops * _TF32_SHARE, f"{source}, TF32 without sparsity")
     return None

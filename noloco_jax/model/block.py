@@ -73,25 +73,13 @@ class Block(nnx.Module):
           cache: keys and values of the positions before these. None: these are the first, and all there are.
           segments_BT: without a cache, the segment of every position, which attends to that alone. None: to all.
         """
-        h_BTD, x_BTD = self.mlp_input(h_BTD, rotation_1T1J, cache, segments_BT)
-        with jax.named_scope("mlp"):
-            y_BTD, auxiliary = self.mlp(x_BTD)
-            return h_BTD + y_BTD, auxiliary
-
-    def mlp_input(
-        self,
-        h_BTD: jax.Array,
-        rotation_1T1J: tuple[jax.Array, jax.Array],
-        cache: Cache | None = None,
-        segments_BT: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the residual stream after attention, and its normalised copy; arguments as of the layer."""
         eps = self.config.norm_eps
         with jax.named_scope("attention"):
             x_BTD = rms_norm(h_BTD, self.attention_norm[...], eps)
             h_BTD = h_BTD + self.attention(x_BTD, rotation_1T1J, cache, segments_BT)
         with jax.named_scope("mlp"):
-            return h_BTD, rms_norm(h_BTD, self.mlp_norm[...], eps)
+            y_BTD, auxiliary = self.mlp(rms_norm(h_BTD, self.mlp_norm[...], eps))
+            return h_BTD + y_BTD, auxiliary
 
     def attention(
         self,

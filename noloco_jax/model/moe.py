@@ -19,7 +19,7 @@ from flax import nnx
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.model.block import Block, swiglu
-from noloco_jax.model.kind import Axes, Params, Path
+from noloco_jax.model.kind import Axes, Path
 from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
 from noloco_jax.model.placement import map_shards, num_parts
@@ -84,18 +84,6 @@ class Moe(Llama):
         h_BTD, auxiliary_L = self._run(h_BTD, None, segments_BT)
         assert auxiliary_L is not None
         return h_BTD, self.config.router_aux_loss_coef / self.config.num_layers * auxiliary_L.sum()
-
-    def choices(self, ids_BT: jax.Array) -> jax.Array:
-        """Return the experts that every layer sends tokens to, int32 (L, B, T, A)."""
-        graphdef, state = nnx.split(self.blocks)
-        rotation_1T1J = self._rotation(jnp.arange(ids_BT.shape[1]))
-
-        def layer(h_BTD: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
-            block = nnx.merge(graphdef, params)
-            experts_BTA = block.route(block.mlp_input(h_BTD, rotation_1T1J)[1])[1]
-            return block(h_BTD, rotation_1T1J)[0], experts_BTA
-
-        return jax.lax.scan(layer, self.embed_tokens(ids_BT), nnx.to_pure_dict(state))[1]
 
     @classmethod
     def is_muons(cls, path: Path, axes: Axes) -> bool:

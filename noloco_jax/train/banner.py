@@ -5,7 +5,7 @@ import platform
 
 import jax
 
-from noloco_jax.config import DataConfig, TrainConfig, default_settings, unused_settings
+from noloco_jax.config import DataConfig, TrainConfig, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
 from noloco_jax.methods import method_of
 from noloco_jax.metrics.memory import memory_estimate
@@ -52,10 +52,9 @@ def _mode(config: TrainConfig, programs: Programs) -> str:
 
 
 def _method(config: TrainConfig) -> str:
-    """Describe the method, the fields with its own defaults, and set fields that have no effect."""
-    lists = {f"at {config.method}'s defaults": default_settings(config), "without effect": unused_settings(config)}
-    settings = [f"{what}: {', '.join(fields)}" for what, fields in lists.items() if fields]
-    return "; ".join([method_of(config).describe(config), *settings])
+    """Describe the method, and set fields that have no effect."""
+    unused = ", ".join(unused_settings(config))
+    return method_of(config).describe(config) + (f"; without effect: {unused}" if unused else "")
 
 
 def _parameters(config: TrainConfig) -> str:

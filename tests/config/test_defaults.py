@@ -11,7 +11,6 @@ import noloco_jax as nj
 from noloco_jax.config import (
     OuterConfig,
     TrainConfig,
-    default_settings,
     from_dict,
     load_config,
     overridden,
@@ -147,13 +146,6 @@ def test_a_shipped_file_keeps_the_outer_step_of_its_own_method(file):
     """The results in configs/README.md and in the paper were measured with these settings."""
     config = loaded(file)
     assert {name: getattr(config.outer, name) for name in SHIPPED[file]} == SHIPPED[file]
-
-
-def test_default_settings_lists_the_values_left_at_the_methods_defaults():
-    config = loaded("quickstart", "--config.method=diloco", "--config.outer.lr=0.5")
-    assert default_settings(config) == ["momentum=0.9", "nesterov=True", "sync_every=100", "wire=float32"]
-    assert default_settings(loaded("quickstart", "--config.method=ddp")) == []
-    assert not any(setting.startswith("consensus") for setting in default_settings(loaded("quickstart")))
 
 
 def test_settings_that_the_method_ignores_are_listed():

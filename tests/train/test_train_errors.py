@@ -131,12 +131,10 @@ def test_a_dry_run_writes_nothing(config, tmp_path):
     assert not (tmp_path / "workdir").exists()
 
 
-def test_the_banner_lists_settings_left_at_the_methods_defaults(config, tmp_path, capsys):
+def test_the_banner_describes_the_method_with_its_defaults(config, tmp_path, capsys):
     flags = ["--config.method=diloco", "--config.outer.lr=0.6", "--config.outer.sync_every=3"]
     assert train_here(config, tmp_path / "workdir", *flags, dry_run=True) == 0
-    banner = capsys.readouterr().out
-    method = "all average every 3 steps (Nesterov, alpha 0.9, beta 0.6)"
-    assert f"{method}; at diloco's defaults: momentum=0.9, nesterov=True, wire=float32" in banner
+    assert "all average every 3 steps (Nesterov, alpha 0.9, beta 0.6)" in capsys.readouterr().out
 
 
 def test_the_banner_tells_of_a_run_without_an_outer_step(config, tmp_path, capsys):
