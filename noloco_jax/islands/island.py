@@ -25,7 +25,7 @@ from noloco_jax.islands.payload import codec_of, specs_of
 from noloco_jax.islands.roster import Roster, parse_address
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
-from noloco_jax.metrics.divergence import is_finite
+from noloco_jax.metrics.finite import is_finite
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd.programs import TrainState
 

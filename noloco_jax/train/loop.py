@@ -9,7 +9,7 @@ import numpy as np
 from noloco_jax.checkpoint.totals import wall_clock
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.metrics.divergence import is_finite
+from noloco_jax.metrics.finite import is_finite
 from noloco_jax.spmd.programs import StepMetrics, TrainState
 from noloco_jax.train.parts import Outcome, Run
 from noloco_jax.train.step_log import StepLog

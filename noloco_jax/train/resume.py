@@ -7,7 +7,7 @@ from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.metrics.divergence import is_finite
+from noloco_jax.metrics.finite import is_finite
 from noloco_jax.spmd.programs import Programs, TrainState
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from noloco_jax.checkpoint.totals import Throughput, Totals, wall_clock
 from noloco_jax.errors import UserError
-from noloco_jax.metrics.divergence import Rise
 from noloco_jax.metrics.flops import mfu, model_flops_per_token
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import StepMetrics, TrainState
@@ -41,7 +40,6 @@ class StepLog:
         self._throughput = Throughput()
         self._unlogged = _unlogged(run, state)
         self._sent: int | float | None = None  # of exchanges that were never logged, as `Sync.bytes_sent` says
-        self._rise = Rise()
         self._totals, self._start = run.totals, time.perf_counter() - run.totals.seconds
         self._previous: _Step | None = None
 
@@ -120,8 +118,6 @@ class StepLog:
             )
         outer = (self._unlogged.count, self._unlogged.seconds) if is_logged and self._unlogged else (0, 0.0)
         run.progress.update(step, loss, lr, speed, *outer)
-        if line := self._rise.told(step, loss):
-            run.progress.note(line)
         if is_logged and self._unlogged:
             self._unlogged = self._sent = None
 
