@@ -11,37 +11,32 @@ from noloco_jax.island.command import main as island
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.commands import discover, open_run
 from noloco_jax.islands.members import lead
-from noloco_jax.islands.roster import MEMBERS_FILE, Address, Member, Roster, read_members, read_roster
+from noloco_jax.islands.roster import MEMBERS_FILE, Address, Member, Roster, read_members
 from support.island_world import Sea
 from support.live_island import LiveIsland, training, wait_for
-from support.ports import free_ports
+from support.ports import free_port
+from support.rosters import on_loopback, with_keys
+
+NAMES = ("paris", "berlin")
 
 
 @pytest.fixture
 def run(tmp_path) -> tuple[Path, Path]:
     """Return the roster's file and the folder of keys of a run of two."""
-    rows = zip(("paris", "berlin"), free_ports(2), strict=True)
-    text = "".join(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n' for name, port in rows)
-    (tmp_path / "roster.toml").write_text('run = "members"\n' + text)
-    assert island(["keys", f"--roster={tmp_path / 'roster.toml'}", f"--out={tmp_path / 'keys'}"]) == 0
-    return tmp_path / "roster.toml", tmp_path / "keys"
+    return with_keys(on_loopback("paris", "berlin", run="members"), tmp_path)
 
 
 def test_a_member_joins_and_another_leaves_while_the_others_train(run, tmp_path, capsys):
     path, keys = run
-    roster = read_roster(path)
-    paris, berlin = (LiveIsland(name, roster, tmp_path, keys / name) for name in roster.names)
+    paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)
     with training(paris, berlin):
         wait_for(lambda: berlin.step > 20)
-        (port,) = free_ports(1)
-        assert island(["invite", "--name=oslo", f"--address=127.0.0.1:{port}", f"--keys={keys}"]) == 0
+        assert island(["invite", "--name=oslo", f"--address=127.0.0.1:{free_port()}", f"--keys={keys}"]) == 0
         said = capsys.readouterr().out
         assert "oslo, at 127.0.0.1:" in said and "is told to berlin, paris" in said
-        invited = read_members(keys / "oslo" / MEMBERS_FILE, None, (keys / "ca.pem").read_bytes())
-        oslo = LiveIsland("oslo", invited, tmp_path, keys / "oslo")
-        first = invited.member("oslo").from_round
+        oslo = LiveIsland("oslo", keys / "oslo" / MEMBERS_FILE, tmp_path, keys / "oslo")
         with training(oslo):
-            wait_for(lambda: oslo.round >= first and any(met.outcome == "met" for met in oslo.met))
+            wait_for(lambda: any(met.outcome == "met" for met in oslo.met))
             assert oslo.met[0].outcome == "caught up"
             assert island(["remove", "berlin", f"--keys={keys}"]) == 0
             wait_for(lambda: berlin.link.is_removed)
@@ -58,12 +53,11 @@ def test_a_member_joins_and_another_leaves_while_the_others_train(run, tmp_path,
 
 def test_a_member_that_moves_tells_the_others_itself(run, tmp_path):
     path, keys = run
-    roster = read_roster(path)
-    paris, berlin = (LiveIsland(name, roster, tmp_path, keys / name) for name in roster.names)
+    paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)
     with training(paris):
         with training(berlin):
             wait_for(lambda: berlin.step > 20)
-        moved = LiveIsland("berlin", roster, tmp_path, keys / "berlin", address=Address("127.0.0.1", *free_ports(1)))
+        moved = LiveIsland("berlin", path, tmp_path, keys / "berlin", address=Address("127.0.0.1", free_port()))
         with training(moved):
             wait_for(lambda: sum(met.outcome == "met" for met in moved.met) >= 6)
         assert any("berlin is at 127.0.0.1:" in line for line in paris.lines)
@@ -82,8 +76,7 @@ async def test_a_member_s_new_address_holds_until_it_tells_another_one():
 
 def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run, tmp_path):
     path, keys = run
-    roster = read_roster(path)
-    paris, berlin = (LiveIsland(name, roster, tmp_path, keys / name) for name in roster.names)
+    paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)
     with training(paris):
         with training(berlin):
             wait_for(lambda: berlin.step > 20)
@@ -91,7 +84,7 @@ def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run
             wait_for(lambda: paris.link.node.roster.version == 2)
             known = len(paris.met)
             wait_for(lambda: [met.outcome for met in paris.met[known:][-6:]] == ["alone"] * 6)
-        again = LiveIsland("berlin", roster, tmp_path, keys / "berlin")
+        again = LiveIsland("berlin", path, tmp_path, keys / "berlin")
         with training(again):
             wait_for(lambda: sum(met.outcome in ("met", "late") for met in again.met) >= 6)
 

@@ -4,8 +4,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.errors import UserError
-from noloco_jax.island.command import main as command_line
+from noloco_jax.islands.own_outer import identity_of
+from noloco_jax.islands.partners import partner_by
+from noloco_jax.islands.peers import difference
 from noloco_jax.islands.roster import Roster
 from support import processes, warm
 from support.at_once import side_by_side, wait_for_exchanges
-from support.live_island import wait_for
 from support.paths import ROOT
-from support.ports import free_ports
 from support.rosters import on_loopback, written
 from support.training_islands import begin_without
 
@@ -36,8 +35,9 @@ def roster() -> Roster:
     return on_loopback(*NAMES, run="own")
 
 
-def quiet(line: str) -> None:
-    del line
+def island_of(roster: Roster, name: str, folder: Path, outer: Any = None) -> nj.Island:
+    outer = outer or nj.noloco(sync_every=2)
+    return nj.Island(roster, name, workdir=folder / name, outer=outer, report=lambda line: None)
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -59,7 +59,7 @@ def trained(
     begun = threading.Barrier(len(NAMES), timeout=300)
 
     def train(name: str) -> None:
-        with nj.Island(roster, name, workdir=folder / name, outer=outer(), report=quiet) as island:
+        with island_of(roster, name, folder, outer()) as island:
             params, _, step = island.begin(weights())
             begun.wait()  # otherwise an island that has ended a round would be the other's donor
             wait_for_exchanges(island._sync._steps)
@@ -113,7 +113,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(tmp_
         return {"steps": 0, "tokens": 2**40 + 1, "name": np.array([names.index(name)]), "adam": tx.init(weights())}
 
     def train(name: str) -> None:
-        with nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet) as island:
+        with island_of(roster, name, tmp_path) as island:
             params, rest, step = island.begin(weights(), first(name))
             while not is_over.is_set():
                 adam = tx.update(weights(), rest["adam"])[1]
@@ -127,7 +127,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(tmp_
 
     def join_late() -> None:
         assert late.wait(300)
-        with nj.Island(roster, "rome", workdir=tmp_path / "rome", outer=nj.noloco(sync_every=2), report=quiet) as it:
+        with island_of(roster, "rome", tmp_path) as it:
             params, rest, step = it.begin(weights(), first("rome"))
             found.update(params=params, rest=rest, step=step)
         is_over.set()
@@ -139,40 +139,6 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(tmp_
     assert int(schedule.count) == found["step"] and int(moments.count) == 0
     assert not any(np.any(x) for x in jax.tree.leaves((moments.mu, moments.nu)))
     assert not np.array_equal(found["params"]["w"], weights()["w"])
-
-
-def test_an_invited_island_joins_running_loops_and_exchanges_with_both(roster, tmp_path):
-    written(roster, tmp_path / "roster.toml")
-    keys, (port,) = tmp_path / "keys", free_ports(1)
-    assert command_line(["keys", f"--roster={tmp_path / 'roster.toml'}", f"--out={keys}"]) == 0
-    said: dict[str, list[str]] = {name: [] for name in (*NAMES, "oslo")}
-    is_over = threading.Event()
-
-    def train(name: str, roster: Path) -> None:
-        arguments: dict[str, Any] = {"keys": keys / name, "workdir": tmp_path / name, "report": said[name].append}
-        with nj.Island(roster, name, outer=nj.noloco(sync_every=4), **arguments) as island:
-            params, _, step = island.begin(weights())
-            while not is_over.wait(0.05):
-                params, _, step = island.step(moved(params, "paris", step))
-
-    def has_met(name: str, other: str) -> bool:
-        return any(f"met {other}" in line for line in said[name])
-
-    def join_running() -> None:
-        wait_for(lambda: has_met("paris", "berlin"))
-        assert command_line(["invite", "--name=oslo", f"--address=127.0.0.1:{port}", f"--keys={keys}"]) == 0
-        train("oslo", keys / "oslo" / "members.json")
-
-    def watch() -> None:
-        try:
-            wait_for(lambda: all(has_met(name, "oslo") and has_met("oslo", name) for name in NAMES))
-            merge = ["merge", f"--roster={tmp_path / 'roster.toml'}", f"--keys={keys}", f"--out={tmp_path / 'merged'}"]
-            with pytest.raises(UserError, match=r"is a loop of your own"):
-                command_line(merge)
-        finally:
-            is_over.set()
-
-    side_by_side(*(lambda name=name: train(name, tmp_path / "roster.toml") for name in NAMES), join_running, watch)
 
 
 @pytest.mark.parametrize(
@@ -189,27 +155,17 @@ def test_an_outer_optimizer_unsupported_by_islands_is_refused_with_the_reason(ou
         nj.Island(roster, "paris", workdir=tmp_path, outer=outer())
 
 
-@pytest.fixture
-def begun_island(roster, tmp_path) -> Iterator[tuple[Any, Any]]:
-    """Yield island paris and the result of its `begin`, once its peer has begun too."""
-    with ExitStack() as stack:
-        begun: dict[str, Any] = {}
+def test_a_second_begin_is_refused_and_weights_that_are_not_finite_are_not_saved(roster, tmp_path):
+    def train(name: str) -> None:
+        with island_of(roster, name, tmp_path) as island:
+            params, _, _ = island.begin(weights())
+            with pytest.raises(ValueError, match="the island has begun already: call begin once, before the first"):
+                island.begin(weights())
+            with pytest.raises(UserError, match="after step 0 have values that are not finite, and are not saved"):
+                island.save({**params, "b": np.full(96, np.nan, np.float32)})
+            assert not list((tmp_path / name / "checkpoints").iterdir())
 
-        def start(name: str) -> None:
-            island = nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet)
-            stack.enter_context(island)
-            begun[name] = island, island.begin(weights(), (0, np.zeros(2)))
-
-        side_by_side(*(lambda name=name: start(name) for name in NAMES))
-        yield begun["paris"]
-
-
-def test_weights_that_are_not_finite_are_not_saved(begun_island, tmp_path):
-    island, (params, rest, _) = begun_island
-    params = {**params, "b": np.full(96, np.nan, np.float32)}
-    with pytest.raises(UserError, match=r"after step 0 have values that are not finite, and are not saved"):
-        island.save(params, rest)
-    assert not list((tmp_path / "paris" / "checkpoints").iterdir())
+    side_by_side(*(lambda name=name: train(name) for name in NAMES))
 
 
 def test_an_island_saves_after_a_merge_in_which_a_correction_arrived_and_resumes_from_that(roster, tmp_path):
@@ -217,7 +173,7 @@ def test_an_island_saves_after_a_merge_in_which_a_correction_arrived_and_resumes
     saved: dict[str, Any] = {}
 
     def train(name: str) -> None:
-        with nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet) as island:
+        with island_of(roster, name, tmp_path) as island:
             params, _, step = island.begin(weights())
             both.wait()
             island._sync._steps.apply_arrived = lambda state, step: (state, step)  # type: ignore[method-assign]
@@ -232,7 +188,7 @@ def test_an_island_saves_after_a_merge_in_which_a_correction_arrived_and_resumes
                 island._checkpoints.close()
             np.testing.assert_array_equal(saved[name]["w"], merged["w"])
             both.wait()
-        with nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet) as island:
+        with island_of(roster, name, tmp_path) as island:
             params, _, step = island.begin(weights())
             assert step == 2
             np.testing.assert_array_equal(params["w"], saved[name]["w"])
@@ -242,41 +198,20 @@ def test_an_island_saves_after_a_merge_in_which_a_correction_arrived_and_resumes
     side_by_side(*(lambda name=name: train(name) for name in NAMES))
 
 
-def test_a_second_begin_is_refused(begun_island):
-    with pytest.raises(ValueError, match="the island has begun already: call begin once, before the first step"):
-        begun_island[0].begin(weights(), (0, np.zeros(2)))
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        (lambda name: {"common": {"lr": 0.2 if name == "rome" else 0.1}}, "common.lr: 0.2 here, 0.1 at"),
-        (lambda name: {"shift": int(name == "rome")}, r"first weights: norm \S+ and sum \S+ x norm here, norm "),
-    ],
-    ids=["common", "first weights"],
-)
-def test_an_island_with_a_different_value_is_refused_naming_the_value(given, line, tmp_path, monkeypatch):
-    names = (*NAMES, "rome")
-    roster = on_loopback(*names, run="own")
-    refused: list[BaseException] = []
-
+def test_islands_that_begin_with_different_weights_refuse_each_other(roster, tmp_path):
     def start(name: str) -> None:
-        options = given(name)
-        shift = options.pop("shift", 0)
-        first = {key: x + shift for key, x in weights().items()}
-        outer = nj.noloco(sync_every=2)
-        with nj.Island(roster, name, workdir=tmp_path / name, outer=outer, report=quiet, **options) as island:
-            try:
-                island.begin(first)
-                is_refused.wait(300)
-            except UserError as error:
-                refused.append(error)
-                begin_without(monkeypatch, name)
-                is_refused.set()
+        with (
+            island_of(roster, name, tmp_path) as island,
+            pytest.raises(UserError, match=r"first weights: norm \S+ and"),
+        ):
+            island.begin({key: x + NAMES.index(name) for key, x in weights().items()})
 
-    is_refused = threading.Event()
-    side_by_side(*(lambda name=name: start(name) for name in names))
-    assert len(refused) == 1 and re.search(line, str(refused[0]))
+    side_by_side(*(lambda name=name: start(name) for name in NAMES))
+
+
+def test_a_common_value_that_differs_is_named(roster):
+    ours, theirs = (identity_of(roster, nj.noloco(), nj.RandomPairing(2), {"lr": x}, {}, "") for x in (0.2, 0.1))
+    assert difference(ours, theirs, "rome") == "common.lr: 0.2 here, 0.1 at rome"
 
 
 @pytest.mark.parametrize(("example", "steps"), [("numpy", 100), ("nnx", 300)])
@@ -300,17 +235,11 @@ def test_both_processes_of_an_example_exchange_and_end_with_one_model(example, s
         assert " met " in output and "the mean of 2 of 2 islands" in output
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 3}])
-def test_islands_in_a_users_loop_are_paired_like_replicas_of_an_optax_loop(options, tmp_path):
-    names = ("paris", "berlin", "rome", "oslo")
-    roster = on_loopback(*names, run="own")
-    outer, pairing = nj.noloco(**options), nj.RandomPairing(4)
-    islands = [nj.Island(roster, name, workdir=tmp_path / name, outer=outer, report=quiet) for name in names]
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_islands_are_paired_like_the_replicas_of_one_program(fragments):
+    names, pairing = ("paris", "berlin", "rome", "oslo"), nj.RandomPairing(4)
     for number in range(12):
-        draw, fragment = divmod(number, options.get("fragments", 1))
-        expected = {
-            names[i]: names[j]
-            for pair in pairing.pool[int(pairing.pool_index(draw, fragment))]
-            for i, j in (pair, pair[::-1])
-        }
-        assert {name: it._partner(names, number, name) for name, it in zip(names, islands, strict=True)} == expected
+        for pair in pairing.pool[int(pairing.pool_index(*divmod(number, fragments)))]:
+            one, other = (names[i] for i in pair)
+            assert partner_by(pairing, fragments)(names, number, one) == other
+            assert partner_by(pairing, fragments)(names, number, other) == one

@@ -19,10 +19,10 @@ from noloco_jax.island.command import main as island
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.commands import open_run
 from noloco_jax.islands.dashboard import COUNTERS, GAUGES, PREFIX, DashboardServer, exposition, values_of
-from noloco_jax.islands.roster import Address, read_roster
+from noloco_jax.islands.roster import Address
 from noloco_jax.islands.status import Watched, Watcher
 from support.live_island import LiveIsland, training, wait_for
-from support.ports import free_ports
+from support.rosters import on_loopback, with_keys
 from support.training_islands import begin_without
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -32,15 +32,10 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def run(tmp_path_factory) -> Iterator[Path]:
     """Train two islands of a roster of three, whose third never comes."""
     folder = tmp_path_factory.mktemp("seen")
-    ports = free_ports(3)
-    rows = zip(("paris", "berlin", "vienna"), ports, strict=True)
-    text = "".join(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n' for name, port in rows)
-    (folder / "roster.toml").write_text('run = "seen"\n' + text)
-    assert island(["keys", f"--roster={folder / 'roster.toml'}", f"--out={folder / 'keys'}"]) == 0
-    roster = read_roster(folder / "roster.toml")
+    roster, keys = with_keys(on_loopback("paris", "berlin", "vienna"), folder)
     with pytest.MonkeyPatch.context() as patch:
         begin_without(patch, "vienna")
-        islands = [LiveIsland(name, roster, folder, folder / "keys" / name) for name in ("paris", "berlin")]
+        islands = [LiveIsland(name, roster, folder, keys / name) for name in ("paris", "berlin")]
         with training(*islands):
             wait_for(lambda: all(one.round > 3 for one in islands))
             islands[0].link.record({"loss": 2.5, "perplexity": 12.0, "tokens_per_second": math.inf})
@@ -150,6 +145,7 @@ def test_no_line_is_drawn_across_missing_data():
         (["status", "--seconds=0"], "give more than 0 and up to 600"),
         (["dashboard", "--every=0"], "give 0.2 to 3600 seconds"),
         (["dashboard", "--listen=8080"], "is no address"),
+        (["merge", "--out=never"], r"paris is a loop of your own|berlin is a loop of your own"),
     ],
 )
 def test_wrong_flags_are_refused(run, arguments, said):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from noloco_jax.island.command import main as island
 from noloco_jax.islands.roster import Address, Member, Roster
 from support.ports import free_ports
 
@@ -20,3 +21,10 @@ def written(roster: Roster, path: Path) -> Path:
     islands = (f'\n[[island]]\nname = "{one.name}"\naddress = "{one.address}"\n' for one in roster.members)
     path.write_text(f'run = "{roster.run}"\n' + "".join(islands))
     return path
+
+
+def with_keys(roster: Roster, folder: Path) -> tuple[Path, Path]:
+    """Write a roster to a folder and make its islands' keys; return the paths of the file and of the keys."""
+    path, keys = written(roster, folder / "roster.toml"), folder / "keys"
+    assert island(["keys", f"--roster={path}", f"--out={keys}"]) == 0
+    return path, keys
