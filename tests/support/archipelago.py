@@ -3,17 +3,22 @@
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from noloco_jax.island.command import main as island
-from support import processes, warm
-from support.paths import ROOT
-from support.ports import free_port
-from support.rosters import on_loopback, written
+from support import processes
+from support.rosters import on_loopback, with_keys
 
 INTERVAL = 0.05  # seconds between two looks at the islands' metrics
+
+
+class Site(NamedTuple):
+    """Place of an island: its processes, the devices of each, and arguments of its own."""
+
+    number: int = 1
+    devices: int = 1
+    arguments: Sequence[str] = ()
 
 
 class Archipelago:
@@ -21,36 +26,17 @@ class Archipelago:
 
     Args:
       folder: of everything: roster, keys, and for each island a workdir and its output, `NAME.log`.
-      names: of the islands.
-      arguments: of `island train`, but for roster, name, keys and workdir.
-      environment: of the processes.
-      seconds_per_step: that every island sleeps before a step.
-      waits: True if every island waits for its exchanges, see `disturbed.py`.
-      sizes: island -> the number of its processes, where that is not one; the second of paris is `running["paris.1"]`.
-      own: island -> further arguments of its own.
-      variables: island -> further variables of its environment.
+      sites: island -> its place; the second process of paris is `running["paris.1"]`.
+      config: file of the configuration.
+      arguments: of `island train`, but for config, roster, name, keys and workdir.
+      how: how all are disturbed, see `disturbed.py`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        names: Sequence[str],
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        seconds_per_step: float = 0.0,
-        waits: bool = False,
-        sizes: Mapping[str, int] | None = None,
-        own: Mapping[str, Sequence[str]] | None = None,
-        variables: Mapping[str, Mapping[str, str]] | None = None,
-    ):
-        self.folder, self.names = folder, tuple(names)
-        self._how = "waiting" if waits else f"paced:{seconds_per_step}"
-        self._arguments, self._environment = tuple(arguments), environment
-        self._sizes, self._own, self._variables = sizes or {}, own or {}, variables or {}
+    def __init__(self, folder: Path, sites: Mapping[str, Site], config: Path, arguments: Sequence[str], how: str):
+        self.folder, self.sites, self._config, self._arguments, self._how = folder, sites, config, arguments, how
         self.running: dict[str, subprocess.Popen[str]] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self.roster, self.keys = written(on_loopback(*names), folder / "roster.toml"), folder / "keys"
-        assert island(["keys", f"--roster={self.roster}", f"--out={self.keys}"]) == 0
+        self.roster, self.keys = with_keys(on_loopback(*sites), folder)
 
     def __enter__(self) -> "Archipelago":
         return self
@@ -60,28 +46,21 @@ class Archipelago:
 
     def start(self, name: str) -> None:
         """Start an island's processes, also where it ran before: by the same command."""
-        flags = {"roster": self.roster, "name": name, "keys": self.keys / name, "workdir": self.workdir(name)}
-        command = [sys.executable, "-m", "support.disturbed", self._how, "noloco_jax.island", "train", "--linger=0"]
-        command += [*(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments, *self._own.get(name, ())]
-        place = {}
-        if (size := self._sizes.get(name, 1)) > 1:
-            place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(size)}
-        for number in range(size):
-            process = f"{name}.{number}" if number else name
-            with self._log(process).open("a") as output:
-                self.running[process] = warm.Popen(
-                    command,
-                    env={**self._environment, **self._variables.get(name, {}), **place, "JAX_PROCESS_ID": str(number)},
-                    cwd=ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+        number, devices, own = self.sites[name]
+        names = [f"{name}.{process}" if process else name for process in range(number)]
+        flags = [f"--roster={self.roster}", f"--name={name}", f"--keys={self.keys / name}", "--linger=0"]
+        started = processes.start(
+            *(self._config, self.workdir(name), *flags, *self._arguments, *own),
+            number=number,
+            devices=devices,
+            module=("support.disturbed", self._how, "noloco_jax.island", "train"),
+            outputs=[self._log(process) for process in names],
+        )
+        self.running |= dict(zip(names, started, strict=True))
 
     def train(self) -> None:
         """Start all islands, and wait until each has come to the end of its run."""
-        for name in self.names:
+        for name in self.sites:
             self.start(name)
         ended = {name: process.wait(processes.PATIENCE) for name, process in self.running.items()}
         assert set(ended.values()) == {0}, "\n".join(self.said(name)[-3000:] for name in ended)
@@ -101,10 +80,6 @@ class Archipelago:
     def lines(self, name: str, kind: str) -> list[dict]:
         """Return an island's metrics of a kind."""
         return [line for line in processes.metrics(self.workdir(name)) if line["kind"] == kind]
-
-    def step(self, name: str) -> int:
-        """Return the last step in an island's metrics."""
-        return max((line["step"] for line in self.lines(name, "train")), default=0)
 
     def has_met(self, name: str, after: int = -1) -> bool:
         """Return whether an island has exchanged in a round after `after`."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,30 +105,45 @@ def start(
     number: int = 1,
     devices: int = 1,
     folders: Sequence[Path] = (),
+    outputs: Sequence[Path] = (),
     seconds_per_step: float = 0.0,
     module: Sequence[str] = ("noloco_jax.train",),
     variables: Mapping[str, str] | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a run, with so many devices each, and each in a folder of its own if they are given.
+    """Start the processes of a run, with so many devices each.
 
-    A run that a test interrupts sleeps so many seconds before a step, so that it is not over before. `module` is the
-    trainer, or a program that takes its arguments after its own. `variables` are further ones of the environment.
+    A run that a test interrupts sleeps so many seconds before a step, so that it is not over before.
+
+    Args:
+      config: file of the configuration.
+      workdir: of the run.
+      *arguments: of the trainer.
+      number: of processes.
+      devices: of each.
+      folders: working directory of each.
+      outputs: file to which each appends what it prints; without, that is in its `stdout`.
+      seconds_per_step: see above.
+      module: the trainer, or a program that takes its arguments after its own.
+      variables: further ones of the environment.
     """
     place = dict(variables or {})
     if number > 1:
         place |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
-    return [
-        warm.Popen(
-            command(config, workdir, *arguments, seconds_per_step=seconds_per_step, module=module),
-            env=environment(config, devices) | place | {"JAX_PROCESS_ID": str(process)},
-            cwd=folders[process] if folders else ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(number)
-    ]
+    started = []
+    for process in range(number):
+        with outputs[process].open("a") if outputs else nullcontext(subprocess.PIPE) as output:
+            started.append(
+                warm.Popen(
+                    command(config, workdir, *arguments, seconds_per_step=seconds_per_step, module=module),
+                    env=environment(config, devices) | place | {"JAX_PROCESS_ID": str(process)},
+                    cwd=folders[process] if folders else ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+    return started
 
 
 def finish(processes: Sequence[subprocess.Popen[str]], patience: float = PATIENCE) -> list[tuple[int, str]]:
