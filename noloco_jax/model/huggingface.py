@@ -1,4 +1,4 @@
-"""Hugging Face's folders of Llama and its kin (config.json and safetensors), read and written without PyTorch.
+"""Hugging Face's folders of Llama and its family (config.json and safetensors), read and written without PyTorch.
 
 One tensor at a time passes between the files and the stacked parameters, so that no second copy of them is held.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json of Llama and its kin, read into the model's fields and written from them."""
+"""Hugging Face's config.json of Llama and its family, read into the model's fields and written from them."""
 
 import dataclasses
 import json

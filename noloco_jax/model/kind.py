@@ -1,7 +1,7 @@
-"""The seam between a model and everything that trains it: what a model is, and which one a configuration names.
+"""Interface between a model and all that trains it, and the model that a configuration names.
 
 A model is an NNX module of `nnx.Param` weights. `weight` names the logical axes of each; sharding, pipeline stages,
-fragments, Muon and the padding of the vocabulary follow from those names, so that no other room knows a weight.
+fragments, Muon and the padding of the vocabulary follow from those names, so that no other package knows a weight.
 
 The parameters travel as a plain nested dict of arrays, a field of the module a key.
 
@@ -106,7 +106,7 @@ class Model(nnx.Module):
         raise NotImplementedError
 
     def hidden(self, ids_BT: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
-        """Return what the head multiplies (B, T, D), which depends on no later token of the sequence.
+        """Return the hidden states for the output layer (B, T, D), each a function of its own and earlier tokens.
 
         Args:
           ids_BT: token ids.
@@ -156,7 +156,7 @@ class Model(nnx.Module):
         return self.run_blocks(h_BTD, segments_BT=segments_BT), jnp.zeros(())
 
     def final_norm(self, h_BTD: jax.Array) -> jax.Array:
-        """Return what the head multiplies, from the residual stream after the last layer."""
+        """Return the hidden states for the output layer, from the residual stream after the last layer."""
         raise NotImplementedError
 
     # What a model may know better.

@@ -1,4 +1,4 @@
-"""Llama and its kin, Mistral and Qwen 2 and 3, as a Flax NNX module.
+"""Llama and its family, Mistral and Qwen 2 and 3, as a Flax NNX module.
 
 It is trained by itself in a loop of one's own, and merged from a parameter dict in the trainer.
 

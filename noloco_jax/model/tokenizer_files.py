@@ -37,12 +37,9 @@ def save_tokenizer(name: str, folder: Path, *, model_type: str, add_bos: bool) -
 
         with local_tokenizer(name) as given:
             loaded = AutoTokenizer.from_pretrained(given, token=os.environ.get("HF_TOKEN"))
-        backend = getattr(loaded, "backend_tokenizer", None)
-        if add_bos and backend is not None and loaded.bos_token is not None:
-            begin_with_bos(backend, loaded.bos_token)
+        if add_bos and loaded.bos_token is not None:
+            begin_with_bos(loaded.backend_tokenizer, loaded.bos_token)
         loaded.save_pretrained(folder)
-        if backend is None:  # no run trains on its ids
-            return
         trained = fast_tokenizer(name, loaded)
     _name_as_before_5(folder)
     if not _is_read_back(trained, folder):

@@ -153,24 +153,14 @@ def train(
 
 
 class _Setup(NamedTuple):
-    """A run whose configuration, data and memory are checked; nothing is opened, compiled or written yet.
-
-    Attributes:
-      run_config: configuration of the whole run.
-      config: configuration of this process's programs.
-      workdir, processes, mode: as of `train`.
-      console: silent on all processes but the first.
-      data, tokenizer: as of `check_inputs`.
-      programs: traced programs.
-      messages: bytes that replicas send each other.
-    """
+    """A run whose configuration, data and memory are checked; nothing is opened, compiled or written yet."""
 
     run_config: TrainConfig
-    config: TrainConfig
+    config: TrainConfig  # of this process's programs
     workdir: Path
     processes: Processes
     mode: Mode
-    console: Console
+    console: Console  # silent on all processes but the first
     data: RunData
     tokenizer: Tokenizer | None
     programs: Programs
@@ -224,14 +214,7 @@ def _start(
 ) -> tuple[Programs, Sync, TrainState] | None:
     """Meet the peers, compile, and make or restore the state; return None if the run was told to stop meanwhile.
 
-    Args:
-      setup: the run.
-      saved: the checkpoint to resume from; None: a new run.
-      given: weights of a new run; None: they are drawn. Freed on the host once they are on the devices.
-      from_step: as of `train`.
-      streams: training data, whose first batches are made during compilation.
-      checkpoints: storage of the state.
-      stop: request to stop the run.
+    A new run has no `saved`, and begins with the weights `given` or, without, with drawn ones.
     """
     config, mode, console = setup.config, setup.mode, setup.console
     step, seconds = (0, 0.0) if saved is None else (saved.step, saved.totals.seconds)
@@ -239,7 +222,7 @@ def _start(
     fingerprint = None if setup.tokenizer is None else setup.tokenizer.fingerprint
     if not mode.connect(setup.run_config, setup.workdir, resumed, stop.is_due, console.print, fingerprint):
         return None
-    streams.start()
+    streams.start()  # the first batches are made during compilation
     stop.current = "the compilation"
     programs = _compile(config, setup.programs, mode, console, draws_weights=saved is None and given is None)
     if stop.is_due():
