@@ -118,7 +118,7 @@ TABLE = {
     "pipeline stages, random routing": Row(No(), "spmd/test_pipeline", No("to spread a model over devices")),
     "resume with other replicas": Row(USERS, "processes/test_train", "islands/test_members"),
     "unequal speed of machines": Row(No(), No(), "islands/test_training"),
-    "loss of a machine": Row(USERS, "processes/test_kills", "islands/test_killed"),
+    "loss of a machine": Row(USERS, "processes/test_kills", "islands/test_several_processes"),
     "merged model": Row(USERS, "train/test_loop", "islands/test_merge"),
 }
 
