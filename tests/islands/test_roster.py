@@ -86,19 +86,14 @@ def test_the_digest_of_founders_depends_only_on_the_names_and_their_order(tmp_pa
         ("berlin-2", "paris", "[[island]] 1 and 2 both have name = 'paris': give each its own"),
         ("[2001:db8::7]:7071", "PARIS.example.org:7070", "[[island]] 1 and 2 both have address = 'PARIS.example.org:"),
         ("berlin-2", "Berlin", "[[island]] 2: name = 'Berlin': give a DNS label"),
-        ("berlin-2", "berlin.de", "[[island]] 2: name = 'berlin.de': give a DNS label"),
-        ("berlin-2", "2", "[[island]] 2: name = '2': give a DNS label"),
         ("berlin-2", "b" * 64, "give a DNS label, up to 63"),
         ('"berlin-2"', "2", "[[island]] 2: name = 2: give a DNS label"),
         (":7070", "", "[[island]] 1: 'paris.example.org' is no address: give \"host:port\""),
-        (":7070", ":70700", "is no address"),
         (":7070", ":0", "[[island]] 1: address = 'paris.example.org:0': others cannot dial port 0"),
         ("[2001:db8::7]", "2001:db8::7", "is no address"),
         ("paris.example.org", "10.0.0.300", "'10.0.0.300' is neither a DNS name nor an IP address"),
-        ("paris.example.org", "https://paris", "is no address"),
         ('"paris.example.org:7070"', "7070", '[[island]] 1: address = 7070: give "host:port"'),
         ("[[island]]", "[island]", "is not TOML"),
-        ('run = "c4-125m"', "run = c4", "is not TOML"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line_that_names_file_and_entry(former, new, said, tmp_path):
@@ -109,20 +104,21 @@ def test_a_mistake_is_reported_in_one_line_that_names_file_and_entry(former, new
     assert "\n" not in str(error.value)
 
 
-def test_a_roster_of_fewer_than_two_islands_is_refused(tmp_path):
-    alone = RIGHT[: RIGHT.rindex("[[island]]")]
-    with pytest.raises(UserError, match="it has 1 island, and a run has two at least"):
-        read_roster(write_roster(tmp_path, alone))
-    with pytest.raises(UserError, match=r"give one \[\[island\]\] for each"):
-        read_roster(write_roster(tmp_path, 'run = "r"\n[island]\nname = "paris"\naddress = "a:1"\n'))
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere.toml cannot be read"):
-        read_roster(tmp_path / "nowhere.toml")
-    (tmp_path / "latin.toml").write_bytes(b'run = "\xe9"')
-    with pytest.raises(UserError, match=r"latin.toml is not UTF-8"):
-        read_roster(tmp_path / "latin.toml")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (RIGHT[: RIGHT.rindex("[[island]]")].encode(), "it has 1 island, and a run has two at least"),
+        (b'run = "r"\n[island]\nname = "paris"\naddress = "a:1"\n', r"give one \[\[island\]\] for each"),
+        (b'run = "\xe9"', r"roster.toml is not UTF-8"),
+        (None, r"roster.toml cannot be read"),
+    ],
+    ids=["one island", "no list", "latin", "no file"],
+)
+def test_a_file_without_two_islands_is_refused(content, said, tmp_path):
+    if content is not None:
+        (tmp_path / "roster.toml").write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        read_roster(tmp_path / "roster.toml")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):

@@ -4,6 +4,7 @@ Refusals before compilation are tested in the tests' own process, all others in 
 """
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from noloco_jax.cluster.workdir_lock import WorkdirLock
 from noloco_jax.config import TrainConfig, from_dict, load_config
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
@@ -60,6 +62,16 @@ def refusal(config: Path, workdir: Path, *overrides: str, dry_run: bool = False)
     assert contents(workdir) == before
     [line] = str(raised.value).splitlines()
     return line
+
+
+def test_a_workdir_in_use_is_refused(config, tmp_path):
+    with WorkdirLock(tmp_path):
+        line = refusal(config, tmp_path)
+    assert re.fullmatch(
+        rf"\S+ is in use by the trainer on \S+ \(process {os.getpid()}, since \d{{4}}-\d\d-\d\d [^)]*\): "
+        "wait for its end, stop it, or give another --workdir",
+        line,
+    )
 
 
 @pytest.mark.parametrize(
