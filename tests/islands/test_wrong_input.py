@@ -1,9 +1,6 @@
 """Wrong input to `island train`: one line that says what to do, exit 2, before anything is compiled."""
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,16 +14,9 @@ from noloco_jax.island.command import main as island
 from noloco_jax.islands.peers import PROTOCOL
 from noloco_jax.islands.roster import read_roster
 from support.live_island import LiveIsland, training, wait_for
-from support.paths import ROOT
-from support.processes import write_config
 from support.rosters import on_loopback, written
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    return write_config(tmp_path_factory.mktemp("config"))
 
 
 @pytest.fixture
@@ -48,10 +38,10 @@ def roster(tmp_path) -> Path:
     return written(on_loopback("paris", "berlin"), tmp_path / "roster.toml")
 
 
-def command(config: Path, roster: Path, *more: str, name: str = "paris") -> list[str]:
+def command(config: Path, roster: Path, *more: str) -> list[str]:
     """Return the arguments of `island train` for two replicas."""
     workdir = roster.parent / "workdir"
-    flags = [f"--config={config}", f"--roster={roster}", f"--name={name}", f"--workdir={workdir}"]
+    flags = [f"--config={config}", f"--roster={roster}", "--name=paris", f"--workdir={workdir}"]
     return ["train", *flags, "--config.num_replicas=2", *more]
 
 
@@ -62,18 +52,6 @@ def error_line(arguments: list[str], compiled: list[str]) -> str:
     assert error.value.exit_status == 2 and "\n" not in str(error.value)
     assert compiled == []
     return str(error.value)
-
-
-def test_wrong_input_ends_the_process_with_one_error_line_and_exit_status_2(config, roster):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "noloco_jax.island", *command(config, roster, name="pari")],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    line = "error: the roster of test has no island 'pari': did you mean 'paris'?\n"
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +65,7 @@ def test_wrong_input_ends_the_process_with_one_error_line_and_exit_status_2(conf
         (["--config.outer.delay=2"], "leave out --config.outer.delay"),
         (["--keys=nowhere"], "nowhere/ca.pem cannot be read (No such file or directory): give the folder that"),
         (["--roster=nowhere.toml"], "the roster nowhere.toml cannot be read (No such file or directory): give the pat"),
+        (["--name=pari"], "the roster of test has no island 'pari': did you mean 'paris'?"),
         (["--linger=-1"], "--linger=-1.0: give seconds"),
         (["--listen=7070"], "'7070' is no address"),
     ],

@@ -15,10 +15,8 @@ def wait_for_exchanges(steps: IslandSteps) -> None:
     alone = steps.outer_step
 
     def outer_step(state: TrainState, step: int, count: int) -> TrainState:
-        for number in range(count):
-            state = alone(state, step, 1)
-            del number
-            state = steps.settle(state, _SECONDS)
+        for _ in range(count):
+            state = steps.settle(alone(state, step, 1), _SECONDS)
         return state
 
     steps.outer_step = outer_step  # type: ignore[method-assign]
