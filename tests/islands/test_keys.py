@@ -145,20 +145,6 @@ def test_the_authority_key_is_needed_only_for_signing(roster):
     make(roster)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--days=0"], "--days=0: give 1 to 3650"),
-        (["--replace=pari"], "has no island 'pari': did you mean 'paris'"),
-        (["--replace"], "expected one argument"),
-    ],
-)
-def test_an_invalid_flag_is_refused_and_no_keys_are_written(arguments, said, roster):
-    with pytest.raises(UserError, match=said):
-        make(roster, *arguments)
-    assert not (roster.parent / "keys").exists()
-
-
 def test_an_incomplete_key_folder_is_refused_and_left_unchanged(roster):
     keys = make(roster)
     (keys / "paris/key.pem").unlink()

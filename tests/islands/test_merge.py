@@ -1,6 +1,7 @@
 """Merging the models of islands that have ended, from their folders; `test_several_processes` merges training ones."""
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from noloco_jax.island.command import main as island
 from noloco_jax.islands.membership import write_incarnation
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
+from noloco_jax.spmd.programs import Programs, build_programs
 
 CONFIG = from_dict(
     {
@@ -26,10 +27,15 @@ CONFIG = from_dict(
 )
 
 
+@cache
+def programs() -> Programs:
+    own = dataclasses.replace(CONFIG, num_replicas=1)
+    return build_programs(own, make_mesh(own, jax.devices()[:1]))
+
+
 def saved(folder: Path, replica: int, config: TrainConfig = CONFIG, value: float | None = None) -> list[np.ndarray]:
     """Save a checkpoint as an island does; return its weights."""
-    own = dataclasses.replace(config, num_replicas=1)
-    state = build_programs(own, make_mesh(own, jax.devices()[:1])).init(draws.key(replica))
+    state = programs().init(draws.key(replica))
     if value is not None:
         state = state._replace(params=jax.tree.map(lambda x: x * value, state.params))
     folder.mkdir(parents=True)
@@ -79,17 +85,3 @@ def test_folders_that_are_not_of_one_run_s_islands_are_refused(tmp_path):
         with pytest.raises(UserError, match=said):
             merge(tmp_path / "merged", tmp_path / "paris", tmp_path / folder)
     assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "give --roster=FILE of islands that train, or --workdirs"),
-        (["--workdirs", "a", "--roster=b"], "give --roster=FILE of islands that train, or --workdirs"),
-        (["--roster=b", "--config.seed=1"], "takes no fields but --config.data"),
-        (["--roster=b", "--seconds=0"], "give more than 0"),
-    ],
-)
-def test_wrong_flags_are_refused(tmp_path, flags, said):
-    with pytest.raises(UserError, match=said):
-        island(["merge", f"--out={tmp_path / 'merged'}", *flags])

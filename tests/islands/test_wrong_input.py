@@ -1,4 +1,4 @@
-"""Wrong input to `island train`: one line that says what to do, exit 2, before anything is compiled."""
+"""Wrong input to the `island` commands: one line that says what to do, before anything is compiled or written."""
 
 import socket
 from collections.abc import Iterator
@@ -72,6 +72,28 @@ def error_line(arguments: list[str], compiled: list[str]) -> str:
 )
 def test_a_wrong_flag_is_reported(config, roster, compiled, more, said):
     assert said in error_line(command(config, roster, *more), compiled)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("keys --roster=ROSTER --out=new --days=0", "--days=0: give 1 to 3650"),
+        ("keys --roster=ROSTER --out=new --replace=pari", "has no island 'pari': did you mean 'paris'"),
+        ("keys --roster=ROSTER --out=new --replace", "expected one argument"),
+        ("status --roster=ROSTER --seconds=0", "give more than 0 and up to 600"),
+        ("dashboard --roster=ROSTER --every=0", "give 0.2 to 3600 seconds"),
+        ("dashboard --roster=ROSTER --listen=8080", "is no address"),
+        ("merge --out=new", "give --roster=FILE of islands that train, or --workdirs"),
+        ("merge --out=new --workdirs a --roster=b", "give --roster=FILE of islands that train, or --workdirs"),
+        ("merge --out=new --roster=b --config.seed=1", "takes no fields but --config.data"),
+        ("merge --out=new --roster=b --seconds=0", "give more than 0"),
+    ],
+)
+def test_a_wrong_flag_of_a_command_is_refused_and_nothing_is_written(arguments, said, roster, monkeypatch):
+    monkeypatch.chdir(roster.parent)
+    with pytest.raises(UserError, match=said):
+        island(arguments.replace("ROSTER", str(roster)).split())
+    assert not (roster.parent / "new").exists()
 
 
 def test_a_dry_run_compiles_and_writes_nothing_and_opens_no_port(config, roster, compiled, capsys):
