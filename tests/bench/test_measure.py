@@ -8,11 +8,8 @@ import pytest
 
 from noloco_jax.bench import measure as module
 from noloco_jax.bench import timing
-from noloco_jax.bench.measure import measure, without_cuda_graphs
+from noloco_jax.bench.measure import measure
 from noloco_jax.metrics.peaks import Peak
-from noloco_jax.spmd.compile import compile_programs
-from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
 from support.benchmarks import SMALL, TINY, small
 
 # By hand: embedding and head, attention's q, k, v, o, the MLP's three, three norms.
@@ -100,19 +97,3 @@ def test_compiling_only_allocates_nothing_and_counts_the_pairings(monkeypatch):
     assert result["pairings"] == 3
     assert result["peak_memory_bytes"] > 0
     assert "step_seconds" not in result
-
-
-def test_steps_without_cuda_graphs_continue_the_run():
-    """They are traced in place of the timed ones, with an offloaded state too."""
-    config = small(model=TINY, outer=SMALL["outer"] | {"offload": True})
-    plain = build_programs(config, make_mesh(config, jax.devices()))
-    programs = compile_programs(config, plain, only=("inner_step", "outer_step"))
-    runs = [timing.TimedRun(config, programs) for _ in range(2)]
-    for run in runs:
-        run.inner()
-    runs[1].use(without_cuda_graphs(config, programs))
-    for run in runs:
-        run.inner()
-        run.outer(1)
-    first, second = (run.inner().loss.tolist() for run in runs)
-    assert first == second

@@ -387,17 +387,3 @@ def test_restore_params_removes_the_vocabulary_padding_of_stages(tmp_path):
         params = checkpoints.open(3).params()
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
-
-
-def test_restore_params_frees_discarded_rows_before_reading_the_next_array(tmp_path):
-    saved(tmp_path, CONFIG)
-    read = []
-
-    def keep(x: np.ndarray) -> np.ndarray:
-        assert [earlier() for earlier in read] == [None] * len(read)
-        read.append(weakref.ref(x))
-        return x[[1]]
-
-    with Checkpointer(tmp_path, CONFIG) as checkpoints:
-        params = checkpoints.open(3).params(keep)
-    assert len(read) == len(jax.tree.leaves(params)) > 1

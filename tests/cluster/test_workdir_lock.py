@@ -3,18 +3,13 @@
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from noloco_jax.cluster import workdir_lock
 from noloco_jax.cluster.workdir_lock import LOCK_FILE, Holder, WorkdirLock
 from noloco_jax.errors import UserError
-from support import processes
-from support.paths import ROOT
 
 ELSEWHERE = Holder("pod-7f", 12, "2026-01-02 03:04:05 +0000", "another boot")
 KILLED_HERE = Holder("container", os.getpid(), "2026", workdir_lock._boot())
@@ -70,34 +65,3 @@ def test_an_flock_that_a_file_system_keeps_for_a_lost_machine_yields_to_force(tm
             WorkdirLock(tmp_path).__enter__()
         with WorkdirLock(tmp_path, force=True):
             assert holder_of(tmp_path) != ELSEWHERE
-
-
-def test_at_most_one_of_many_simultaneous_processes_holds_the_lock(tmp_path):
-    """Each process logs its pid after taking and before releasing the lock: the two lines must be adjacent."""
-    program = f"""
-import os, sys, time
-from pathlib import Path
-from noloco_jax.cluster import workdir_lock
-from noloco_jax.errors import UserError
-log = os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-print("ready", flush=True)
-sys.stdin.readline()
-for _ in range(20):
-    try:
-        with workdir_lock.WorkdirLock(Path({str(tmp_path / "run")!r})):
-            os.write(log, b"%d\\n" % os.getpid())
-            time.sleep(0.01)
-            os.write(log, b"%d\\n" % os.getpid())
-    except UserError:
-        time.sleep(0.005)
-"""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) for _ in range(3)]
-    for process in started:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in started:
-        print("go", file=process.stdin, flush=True)
-    results = processes.finish(started)
-    assert [status for status, _ in results] == [0] * 3, processes.report(results)
-    numbers = (tmp_path / "log").read_text().split()
-    assert numbers and numbers[::2] == numbers[1::2]

@@ -126,28 +126,6 @@ def test_methods_that_ignore_the_wire_accept_only_float32():
         from_dict({"method": "ddp", "outer": {"wire": "int8"}})
 
 
-PAPER = [f"{data}_{size}" for data in ("c4", "reddit") for size in ("125m", "1b", "7b")]
-BEST = {
-    **{"lr": 1.0, "momentum": 0.3, "momentum_of": "corrections", "consensus": 1.0, "sync_every": 5, "group_size": 2},
-    **{"order": "hypercube", "wire": "modulo4"},
-}
-BASELINE = {"lr": 0.7, "momentum": 0.3, "sync_every": 100, "nesterov": False}
-SHIPPED = {
-    "quickstart": OWN["noloco"] | {"sync_every": 10},
-    "c4_bytes": OWN["noloco"] | {"sync_every": 10},
-    **{file: OWN["noloco"] | {"order": "independent"} for file in ("c4_tiny", *PAPER)},
-    **{f"{file}:diloco": BASELINE for file in ("c4_tiny", *PAPER)},
-    **{f"{file}:best": BEST for file in ("c4_tiny", *PAPER)},
-}
-
-
-@pytest.mark.parametrize("file", SHIPPED)
-def test_a_shipped_file_keeps_the_outer_step_of_its_own_method(file):
-    """The results in configs/README.md and in the paper were measured with these settings."""
-    config = loaded(file)
-    assert {name: getattr(config.outer, name) for name in SHIPPED[file]} == SHIPPED[file]
-
-
 def test_settings_that_the_method_ignores_are_listed():
     outer = {"outer": {"sync_every": 5, "nesterov": True, "group_size": 3}}
     assert unused_settings(from_dict(outer)) == ["outer.nesterov=True"]

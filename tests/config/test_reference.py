@@ -1,19 +1,13 @@
 """The page of all fields, `configs/FIELDS.md`."""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
-import pytest
-
 import noloco_jax.config
-from noloco_jax.config import TrainConfig, known_fields
+from noloco_jax.config import known_fields
 from noloco_jax.config.changes import on_resume
 from noloco_jax.config.reference import page
-from noloco_jax.config.schema import fields_of
 from noloco_jax.methods import METHODS
-from noloco_jax.train.command import main
 
 FILE = Path(noloco_jax.config.__file__).parents[2] / "configs" / "FIELDS.md"
 
@@ -28,11 +22,6 @@ def rows(text: str) -> dict[str, list[str]]:
             cells = [cell.strip() for cell in line[1:-1].split("|")]
             found[f"{group}.{cells[0].split('`')[1]}".lstrip(".")] = cells
     return found
-
-
-def groups(cls: type) -> list[type]:
-    inside = [info.type for info in fields_of(cls).values() if info.is_group]
-    return [cls, *(group for one in inside for group in groups(one))]
 
 
 def test_the_page_is_current():
@@ -58,17 +47,3 @@ def test_every_method_with_defaults_is_a_column():
         column = {path: cells[1 + head.index(name)] for path, cells in rows(table).items()}
         defaults = {path: f"`{value!r}`" for path, value in METHODS[name].defaults.items()}
         assert {path: cell for path, cell in column.items() if cell} == defaults
-
-
-def test_meanings_are_noun_phrases_or_imperatives():
-    texts = [field.meaning for field in known_fields().values()]
-    texts += [str(group.__doc__) for group in groups(TrainConfig)]
-    for text in texts:
-        assert not re.match(r"(What|Whether|Which|Who|Whose|How|Of|As|To|After|Where|When)\b", text), text
-
-
-def test_the_help_of_training_names_the_page():
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
-        main(["--help"])
-    assert "configs/FIELDS.md" in output.getvalue()

@@ -324,17 +324,3 @@ def test_memory_holds_windows_and_not_row_groups(tmp_path):
     for _ in range(50):
         next(stream)
     assert pa.total_allocated_bytes() - before < 2 * tokens.nbytes / 4
-
-
-def test_a_footer_is_decoded_once_for_all_streams_of_a_process(tmp_path, monkeypatch):
-    for number in range(3):
-        write_rows(tmp_path / f"{number}.parquet", {"input_ids": [[1, 2]] * 40, "label": [[2, 3]] * 40})
-    read_metadata, decoded = pq.read_metadata, []
-    monkeypatch.setattr(pq, "read_metadata", lambda path: decoded.append(path) or read_metadata(path))
-    config = replace(config_for(2), path=str(tmp_path), validation_path="elsewhere", shuffle_buffer=8)
-    for replica in range(2):
-        stream = train_stream(config, None, replica=replica, num_replicas=2, seed=0)
-        for _ in range(60):
-            next(stream)
-        stream.close()
-    assert sorted(decoded) == [str(tmp_path / f"{number}.parquet") for number in range(3)]

@@ -74,14 +74,6 @@ def test_without_a_terminal_the_first_line_is_written_after_ten_seconds():
     assert [line.split()[1] for line in shown(console).splitlines()] == ["3/100", "50/100", "100/100"]
 
 
-def test_without_a_terminal_no_control_characters_are_written():
-    console = plain_console()
-    with Progress(2, console=console) as progress:
-        progress.update(1, 1.0, 1e-3, 10.0)
-        progress.evaluation(1, VALUES)
-    assert "\x1b" not in shown(console) and "\r" not in shown(console)
-
-
 @pytest.mark.parametrize(
     ("count", "seconds", "text"),
     [(1, 0.0123, "  1 outer step in 12.3 ms"), (40, 0.5, "  40 outer steps in 500 ms"), (2, 0.0, "  2 outer steps")],

@@ -22,13 +22,6 @@ def as_many_devices_as_the_tests_have(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(jax.device_count()))
 
 
-def test_a_linear_classifier_cannot_separate_the_spirals():
-    x, arm = mlp.spirals(np.random.default_rng(0), 4000)
-    x = np.column_stack([x, np.ones(len(x))])
-    weights, *_ = np.linalg.lstsq(x, 2 * arm - 1, rcond=None)
-    assert 0.4 < np.mean((x @ weights > 0) == arm) < 0.7
-
-
 def test_every_replica_and_the_merged_model_beat_the_linear_classifier():
     replicas, merged, _ = mlp.train("muon", steps=160)
     assert replicas.shape == (4,)
@@ -72,11 +65,6 @@ def test_the_dataclass_of_a_recipe_learns_and_its_merged_model_is_as_good():
     names = recipe("register_dataclass")
     x = np.random.default_rng(0).normal(size=(200, 8)).astype(np.float32)
     assert np.mean((names["merged"](x) - x.sum(axis=-1)) ** 2) < 1  # the targets' variance is 8
-
-
-def test_an_explicit_mesh_refuses_the_recipe_as_the_page_says():
-    with pytest.raises(ValueError, match=r"Explicit|in_specs"):
-        recipe("AxisType.Auto,), devices", ("(AxisType.Auto,)", "(AxisType.Explicit,)"))
 
 
 def test_two_islands_of_the_pages_loop_end_with_one_model(monkeypatch, tmp_path):
