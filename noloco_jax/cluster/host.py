@@ -6,6 +6,9 @@ Imports nothing heavy by itself, as the memory is settled before anything that s
 import ctypes
 import os
 import platform
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +109,10 @@ def use_gpu_memory() -> None:
 _UNSUITED = (
     ("JAX_NUMPY_DTYPE_PROMOTION", ("strict",), "the programs mix float32 and bfloat16"),
     ("JAX_ENABLE_X64", ("1", "true", "yes", "on"), "the programs compute in 32 bits at most"),
+    *(
+        (f"JAX_TRANSFER_GUARD{which}", ("disallow", "disallow_explicit"), "batches and metrics are transferred")
+        for which in ("", "_HOST_TO_DEVICE", "_DEVICE_TO_HOST", "_DEVICE_TO_DEVICE")
+    ),
 )
 
 
@@ -121,6 +128,7 @@ def find_devices() -> list[Any]:
         value = os.environ.get(name, "")
         if value.lower() in values:
             raise UserError(f"{name}={value} is set, and {reason}: unset it")
+    _check_xla_flags()
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -132,3 +140,12 @@ def find_devices() -> list[Any]:
             f"JAX_PLATFORMS={platforms} cannot be used here ({reason}): correct it, unset it, or install JAX for these "
             "devices"
         ) from None
+
+
+def _check_xla_flags() -> None:
+    """Raise `UserError` for an unknown flag in XLA_FLAGS, for which XLA ends its process: here, one that only tries."""
+    if os.environ.get("XLA_FLAGS"):
+        program = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+        tried = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        if unknown := re.search(r"Unknown flags? in XLA_FLAGS: (.*)", tried.stderr):
+            raise UserError(f"XLA_FLAGS has flags that XLA does not know: {unknown[1]}; correct or unset it")

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from noloco_jax.data.line_reader import COMPRESSED
 from noloco_jax.data.reading import tell_once
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import is_remote, list_files
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+# Files of a run's workdir, the second from before its data are opened, and of the folder of a comparison of runs.
+_OF_RUNS = ("metrics.jsonl", "trainer.lock", "comparison.lock")
 HELD_OUT_EVERY = 50
 
 # The names by which Hugging Face's `datasets` knows the splits of a folder of files.
@@ -30,9 +33,9 @@ _SPLIT_PATTERNS = {
 def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
     """Find the files below the folder `options.path` in sorted order, or the one file that it is.
 
-    Links to files and folders are followed. Hidden files and folders, and folders that hold caches or installed
-    packages, are left out. So are the files below `options.exclude`, by their path or by the one that a link leads to,
-    unless all of `options.path` is.
+    Links to files and folders are followed. Hidden files and folders, and folders that hold caches, installed packages
+    or runs of this package, are left out. So are the files below `options.exclude`, by their path or by the one that a
+    link leads to, unless all of `options.path` is.
 
     Raises `UserError` if there is no such file.
     """
@@ -40,6 +43,7 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
     every = _remote_files(options) if is_remote(root) else _local_files(options)
     if every == [root]:
         return every
+    of_runs = {file.rpartition("/")[0] for file in every if file.rpartition("/")[2] in _OF_RUNS} - {root}
     named, real = _full_path(options.exclude), real_path(options.exclude)
     excludes = options.exclude and not _is_below(real_path(root), real)
 
@@ -47,7 +51,7 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
         *folders, name = parts_below(file, root)
         if not name.lower().endswith(suffixes) or name.startswith(".") or any(map(_is_skipped, folders)):
             return False
-        if not (is_remote(file) or os.path.isfile(file)):
+        if any(_is_below(file, run) for run in of_runs) or not (is_remote(file) or os.path.isfile(file)):
             return False
         return not (excludes and (_is_below(_full_path(file), named) or _is_below(real_path(file), real)))
 
@@ -158,9 +162,10 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     "validation"; a part of the training files is held out if there are none. A validation folder of its own may also
     hold "test" files or files that name no split.
 
-    Raises `UserError` if no file is left.
+    Raises `UserError` if no file is left, or if one is there compressed and not.
     """
     files = find_files(options, suffixes)
+    _check_compressed_once(files)
     by_split: dict[str | None, list[str]] = {}
     for file in files:
         split = None if file == options.root else split_in_name(parts_below(file, options.root))
@@ -178,6 +183,15 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     if options.split == "train":
         _tell_left_out(options, by_split)
     return without_repeats(training), "all" if "validation" in by_split else options.part
+
+
+def _check_compressed_once(files: Sequence[str]) -> None:
+    """Raise `UserError` for a file beside its compressed form: both would be read."""
+    names = set(files)
+    for file in files:
+        for suffix in COMPRESSED:
+            if file + suffix in names:
+                raise UserError(f"{file} and {file}{suffix} hold the same documents: move one of them elsewhere")
 
 
 def _tell_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]) -> None:

@@ -11,12 +11,19 @@ from typing import IO, Any, NamedTuple, cast
 from isal import igzip, igzip_lib
 
 from noloco_jax.data.reading import tell_once
+from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import open_file, path_or_file
 from noloco_jax.storage.retries import with_retries
 
 _BUFFER_BYTES = 1 << 16
-COMPRESSED = (".gz", ".zst")
+_FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+COMPRESSED = tuple(_FIRST_BYTES)
 _BadStream: type[Exception] = igzip_lib.IsalError  # pyright: ignore[reportAssignmentType]
+
+
+def compression_of(start: bytes) -> str | None:
+    """Return the suffix of the compression that a file begins with, or None."""
+    return next((suffix for suffix, first_bytes in _FIRST_BYTES.items() if start.startswith(first_bytes)), None)
 
 
 class Line(NamedTuple):
@@ -43,6 +50,8 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
 
     A `damaged` one gives all that can be decompressed of it, more slowly: with gzip from zlib, as ISA-L, three times as
     fast, keeps back what precedes the damage; with zstd byte by byte, as Arrow loses all of the read that meets it.
+
+    Raises `UserError` for a compressed file of another name.
     """
     given: Any = path_or_file(path)
     suffix = os.path.splitext(path)[1].lower()
@@ -56,6 +65,10 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
 
         buffer_bytes = 1 if damaged else _BUFFER_BYTES
         return io.BufferedReader(pa.CompressedInputStream(given, "zstd"), buffer_bytes)
+    with open_file(path) as opened:
+        start = opened.read(8)
+    if suffix := compression_of(start):
+        raise UserError(f"{path} is compressed: name it {path}{suffix}")
     return open_file(path)
 
 

@@ -19,11 +19,11 @@ _LONG_PIECE = 1 << 20  # of a text that is evaluated, so that BOS and EOS betwee
 _BYTES_PER_TOKEN = 4  # roughly, of text, for any vocabulary of subwords
 
 
-def encoder_of(config: "DataConfig", tokenizer: Tokenizer | None) -> EncodeTexts:
+def encoder_of(config: "DataConfig", tokenizer: Tokenizer | None, vocab_size: int | None) -> EncodeTexts:
     """Return what makes tokens of a configuration's texts; `tokenizer` may be None where there are no texts."""
     if tokenizer is None:
         return _no_encoder
-    return DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos)
+    return DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos, vocab_size=vocab_size)
 
 
 def _no_encoder(texts: Any) -> Any:

@@ -60,7 +60,7 @@ class RowConverter(NamedTuple):
         return [self.empty_row if row in bad else next(good) for row in range(batch.num_rows)]
 
     def _good_rows(self, batch: "pa.RecordBatch") -> list[Any]:
-        return batch.column(0).to_pylist() if self.is_text else self._token_rows(batch)
+        return _texts(batch.column(0)) if self.is_text else self._token_rows(batch)
 
     def _bad_rows(self, batch: "pa.RecordBatch") -> dict[int, str]:
         """Return the number, in the batch, of each row that cannot be read -> the reason."""
@@ -165,6 +165,14 @@ def _with_padding_behind(rows_2N: np.ndarray, padding_N: np.ndarray, lengths_R: 
     row_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
     rows_2N = np.stack([np.where(padding_N, PADDING, rows_2N[0]), rows_2N[1]])
     return rows_2N[:, np.lexsort((padding_N, row_N))]
+
+
+def _texts(column: Any) -> list[str]:
+    """Return the text of each row; bytes that are not UTF-8 become U+FFFD, as in text files."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [content.decode("utf-8", "replace") for content in column.cast("large_binary").to_pylist()]
 
 
 def _lengths(column: Any) -> np.ndarray:

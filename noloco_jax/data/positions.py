@@ -8,6 +8,8 @@ number of replicas a replica first reads the rest of the shards of the old divis
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from noloco_jax.errors import UserError
+
 _EPOCHS = 1 << 12  # epochs of each replica that joined later, in a count of its own
 
 
@@ -119,7 +121,13 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
     left to read. Sequences begin at other tokens than before. Where one document's rest is followed by another
     document, the label is the next token of the new stream, as between any two documents. The result can be
     redistributed again.
+
+    Raises:
+      UserError: for states that do not belong together.
     """
+    _check_one_checkpoint(states)
+    if num_replicas < 1:
+        raise UserError(f"num_replicas={num_replicas}: data positions are for at least one replica")
     if num_replicas == len(states):
         return [dict(state) for state in states]
     by_source = {
@@ -158,6 +166,21 @@ def _divide(states: Sequence[dict[str, Any]], num_replicas: int) -> list[DataPos
             ]
         divided.append((*begun, *sorted(shards, key=lambda shard: shard.epoch)))
     return [DataPosition(last_epoch, shards) for shards in divided]
+
+
+def _check_one_checkpoint(states: Sequence[dict[str, Any]]) -> None:
+    count = len(states)
+    for replica, state in enumerate(states):
+        if (state["num_replicas"], state["replica"]) != (count, replica):
+            raise UserError(
+                f"data position {replica} of {count} is that of replica {state['replica']} of "
+                f"{state['num_replicas']}: give all positions of one checkpoint, in the order of the replicas"
+            )
+        if state["source"] != states[0]["source"]:
+            raise UserError(
+                f"the data positions of replicas 0 and {replica} are of different data sets, {states[0]['source']} "
+                f"and {state['source']}: give positions of one checkpoint"
+            )
 
 
 def _remainder(state: dict[str, Any], last_epoch: int) -> tuple[list[ShardPosition], list[ShardPosition]]:

@@ -14,6 +14,7 @@ from noloco_jax.data.source import Source
 from noloco_jax.data.stream import ReplicaStreams, Stream
 from noloco_jax.data.tokenizers import Tokenizer
 from noloco_jax.data.validation import batches_of, interleaved_batches
+from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
@@ -100,11 +101,14 @@ class RunData:
         config, sources = self.config, self.training
         for source in sources.values():
             source.check_replicas(num_replicas)
-        encode = encoder_of(config, tokenizer)
+        encode = encoder_of(config, tokenizer, self._vocab_size)
         loader = Loader(sources, encode, config.num_workers, len(replicas))
         facts = self.facts(tokenizer)
 
         def open_stream(replica: int) -> Stream:
+            if replica < 0:
+                raise UserError(f"replica {replica} of {num_replicas}: replicas are numbered from 0")
+
             def open_sequences(name: str, position: DataPosition) -> Generator[tuple[HostSequence, DataPosition]]:
                 documents = ReplicaDocuments(name, sources[name], replica, num_replicas)
                 return sequences(documents, position, config.sequence_length, config.document_mask, loader)
@@ -122,7 +126,7 @@ class RunData:
         any source, hold fewer: none is repeated, and the last one is filled up with ignored labels. Raises `UserError`
         for documents without a label to score.
         """
-        encode = encoder_of(self.config, tokenizer)
+        encode = encoder_of(self.config, tokenizer, self._vocab_size)
         batches = interleaved_batches(self.validation, self._mixture, encode, self.config)
         return list(itertools.islice(batches, num_batches))
 
@@ -133,7 +137,7 @@ class RunData:
         """
         if self.config.kind != "mixture":
             return {}
-        encode = encoder_of(self.config, tokenizer)
+        encode = encoder_of(self.config, tokenizer, self._vocab_size)
         return {
             source_name(group): list(itertools.islice(batches_of(source, encode, self.config), num_batches))
             for group, source in self.validation.items()

@@ -119,8 +119,18 @@ class Stream(Iterator[HostBatch]):
         """Continue from a `get_state` of the same replica, or from a `redistribute`d one.
 
         Raises:
-          UserError: for the state of another data set.
+          UserError: for the state of another replica, number of replicas or data set.
         """
+        if state["num_replicas"] != self._identity["num_replicas"]:
+            raise UserError(
+                f"num_replicas={self._identity['num_replicas']}, but the saved data position is one of "
+                f"{state['num_replicas']} replicas: redistribute the positions, or restore the number"
+            )
+        if state["replica"] != self._identity["replica"]:
+            raise UserError(
+                f"the data position of replica {state['replica']} was given to replica {self._identity['replica']}: "
+                "give each replica its own"
+            )
         _check_same_data(state["source"], self._identity["source"])
         self._batches.set_state({name: state[name] for name in ("drawn", "positions")})
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
+from noloco_jax.data.line_reader import compression_of
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.reading import file_sizes, versions_fact
 from noloco_jax.data.source import EpochShard, Source, SourceOptions, seeded_permutation
@@ -32,12 +33,15 @@ def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
 
 
 def _check_is_text(options: SourceOptions, path: str) -> None:
-    """Raise `UserError` for a file whose name says another kind."""
+    """Raise `UserError` for a file that was named and is no text, by its name or by a zero byte at its beginning."""
+    kind_field = options.beside("kind")
     for kind, suffixes in {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}.items():
         if path.lower().endswith(suffixes):
-            raise UserError(
-                f"{options.name} is read as plain text, its name says {kind}: give {options.beside('kind')}={kind}"
-            )
+            raise UserError(f"{options.name} is read as plain text, its name says {kind}: give {kind_field}={kind}")
+    with open_file(path) as file:
+        start = file.read(1024)
+    if b"\0" in start or compression_of(start):
+        raise UserError(f"{options.name} is no plain text: decompress it, or give the {kind_field} that it is of")
 
 
 def piece_bytes(sequence_length: int, token_bytes: int) -> int:

@@ -233,12 +233,12 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 class DocumentEncoder:
     """Encoder of documents for a stream: BOS if `add_bos`, the text's ids, EOS if `add_eos`; int32 (1, n) each.
 
-    An empty text becomes no token at all. Raises `UserError` for a BOS or EOS that the tokenizer does not have. Ids fit
-    the model where `check_vocabulary` passes.
+    An empty text becomes no token at all. Raises `UserError` for a BOS or EOS that the tokenizer does not have, and for
+    ids that are not below `vocab_size`, the model's; None leaves them unchecked.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool, vocab_size: int | None):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         for which, wanted, index in (("bos", add_bos, tokenizer.bos_id), ("eos", add_eos, tokenizer.eos_id)):
             if wanted and index is None:
                 raise UserError(
@@ -248,9 +248,21 @@ class DocumentEncoder:
         self._before: Sequence[Any] = [tokenizer.bos_id] * add_bos
         self._after: Sequence[Any] = [tokenizer.eos_id] * add_eos
 
+    def _check(self, ids: np.ndarray) -> None:
+        if self._vocab_size is None or not len(ids):
+            return
+        smallest, largest = int(ids.min()), int(ids.max())
+        if smallest < 0 or largest >= self._vocab_size:
+            raise UserError(
+                f"data.tokenizer={self._tokenizer.name!r} makes the token id {largest if smallest >= 0 else smallest}, "
+                f"and ids are from 0 to below model.vocab_size={self._vocab_size}: give the model's own tokenizer, or "
+                "raise model.vocab_size"
+            )
+
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         arrays = []
         for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
+            self._check(ids)
             document = np.concatenate([self._before, ids, self._after], dtype=np.int32, casting="unsafe")
             arrays.append((document if text else document[:0])[None])
         return arrays

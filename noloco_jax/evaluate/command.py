@@ -179,7 +179,7 @@ def _kind_of(path: str, data: DataConfig) -> str:
 
 def _row(programs: Programs, params: Params, config: TrainConfig, text: _Text, tokens: int | None) -> str:
     """Evaluate a text, or about as many of its tokens; return its line of the table."""
-    encode = encoder_of(config.data, text.counted)
+    encode = encoder_of(config.data, text.counted, config.model.vocab_size)
     batches = batches_of(text.documents, encode, config.data)
     if tokens is not None:
         per_batch = config.data.batch_size * config.data.sequence_length

@@ -106,11 +106,12 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     _check_same_model(folder, config)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), param_shapes(config))
     slots = _slots(config)
-    missing = set(slots)
+    missing, tied_head = set(slots), None
     for path, name, reader in _tensors(folder):
         if name.endswith("rotary_emb.inv_freq"):  # older folders hold the rotary frequencies
             continue
         if config.tie_embeddings and name == "lm_head.weight":  # some tied ones hold the embedding a second time
+            tied_head = path
             continue
         if name not in slots:
             raise UserError(
@@ -127,11 +128,22 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
         dtype = view.get_dtype()
         if dtype not in _DTYPES:
             raise UserError(f"{path}: the tensor {name} is {dtype}: convert it to one of {', '.join(_DTYPES)}")
+        if name not in missing:
+            raise UserError(f"{path}: the tensor {name} is in another file of the folder too: remove one of them")
         target[...] = reader.get_tensor(name)
         _check_finite(path, name, target)
         missing.discard(name)
     if missing:
         raise UserError(f"{folder}: {len(missing)} of {len(slots)} tensors are missing, such as {min(missing)}")
+    if tied_head is not None:
+        with safe_open(tied_head, framework="np") as reader:
+            head_VD = reader.get_tensor("lm_head.weight")
+        if not np.array_equal(head_VD.astype(config.param_dtype), params["embed"]):
+            raise UserError(
+                f"{tied_head}: lm_head.weight differs from model.embed_tokens.weight, and {CONFIG_FILE} has "
+                "tie_word_embeddings=true: set it to false there and give --config.model.tie_embeddings=False, or "
+                "remove lm_head.weight"
+            )
     return params
 
 
@@ -173,6 +185,11 @@ def _tensors(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     if (folder / _INDEX_FILE).exists():
         weight_map = read_json(folder / _INDEX_FILE).get("weight_map") or {}
         files = sorted(set(weight_map.values()))
+        if _WEIGHTS_FILE not in files and (folder / _WEIGHTS_FILE).exists():
+            raise UserError(
+                f"{folder} holds {_WEIGHTS_FILE}, which transformers loads, and {_INDEX_FILE}, which names other "
+                "files: remove one of the two"
+            )
     else:
         files = [_WEIGHTS_FILE]
     for name in files:
@@ -209,7 +226,8 @@ def save_folder(
 ) -> None:
     """Write what `transformers` loads as a causal model: config, weights and, where there is one, the tokenizer.
 
-    The folder appears whole or not at all. The weights keep their dtype. A `UserWarning` says where `transformers`
+    The folder appears whole or not at all; one that is there already, perhaps a file system of its own, gets its
+    config last, without which it is no model. The weights keep their dtype. A `UserWarning` says where `transformers`
     makes other token ids from the folder than the given tokenizer.
 
     Args:
@@ -222,7 +240,8 @@ def save_folder(
     """
     check_new_folder(folder)
     folder = Path(os.path.realpath(folder))
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    is_there, name = folder.exists(), f"{folder.name}.{os.getpid()}.tmp"
+    unfinished = folder / name if is_there else folder.with_name(name)
     unfinished.mkdir(parents=True)
     try:
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
@@ -231,7 +250,10 @@ def save_folder(
         if tokenizer is not None:  # ahead of the weights: it may not be there, and they are large
             save_tokenizer(tokenizer, unfinished, model_type=family_of(config), add_bos=bos_id is not None)
         _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
-        unfinished.replace(folder)
+        if not is_there:
+            unfinished.replace(folder)
+        for file in sorted(unfinished.iterdir(), key=lambda file: file.name == CONFIG_FILE) if is_there else ():
+            file.replace(folder / file.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

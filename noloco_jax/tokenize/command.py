@@ -84,7 +84,7 @@ def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -
         source.check_replicas(1)
     tokenizer = load_tokenizer(data.tokenizer)
     check_vocabulary(tokenizer, vocab_size)
-    encode = encoder_of(data, tokenizer)
+    encode = encoder_of(data, tokenizer, vocab_size)
     settings = {
         "data.tokenizer": f"{tokenizer.name} ({tokenizer.fingerprint})",
         "data.add_bos": data.add_bos,

@@ -1,5 +1,7 @@
 """Model, data and tokenizer of a run: checked before anything expensive, then opened."""
 
+import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from noloco_jax.config import TrainConfig
@@ -85,7 +87,7 @@ def given_weights(config: TrainConfig, tokenizer: Tokenizer | None) -> Params | 
     """Return the weights of `init_from`; None where it is not set.
 
     Raises:
-      UserError: if its folder holds a tokenizer of other token ids than the run's, or what `load_params` refuses.
+      UserError: if its folder holds a tokenizer of other token ids than the run's, or values that are not finite.
     """
     if not config.init_from:
         return None
@@ -97,4 +99,11 @@ def given_weights(config: TrainConfig, tokenizer: Tokenizer | None) -> Params | 
                 f"init_from={config.init_from!r}: give --config.data.tokenizer={config.init_from}, or move "
                 "tokenizer.json away from the weights to train them on other ids"
             )
-        return load_params(folder, config.model)
+        params = load_params(folder, config.model)
+    for path, x in jax.tree.leaves_with_path(params):
+        if not bool(jnp.isfinite(x).all()):
+            raise UserError(
+                f"init_from={config.init_from!r} has values in {jax.tree_util.keystr(path)} that are not finite: "
+                "replace them, as by the mean of the other rows of an embedding"
+            )
+    return params

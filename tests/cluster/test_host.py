@@ -208,7 +208,9 @@ def test_usable_memory_is_what_the_control_groups_leave_of_the_machines(tmp_path
     [
         ({"JAX_PLATFORMS": "cuda"}, "error: JAX_PLATFORMS=cuda cannot be used here (JAX finds no such device)"),
         ({"JAX_PLATFORMS": "nosuch"}, "error: JAX_PLATFORMS=nosuch cannot be used here (RuntimeError: Unable to init"),
+        ({"XLA_FLAGS": "--xla_nosuch=1"}, "error: XLA_FLAGS has flags that XLA does not know: --xla_nosuch=1; correct"),
         ({"JAX_NUMPY_DTYPE_PROMOTION": "strict"}, "error: JAX_NUMPY_DTYPE_PROMOTION=strict is set, and the programs"),
+        ({"JAX_TRANSFER_GUARD": "disallow"}, "error: JAX_TRANSFER_GUARD=disallow is set, and batches"),
         ({"JAX_ENABLE_X64": "True"}, "error: JAX_ENABLE_X64=True is set, and the programs compute in 32 bits"),
     ],
     ids=lambda value: next(iter(value)) + "=" + next(iter(value.values())) if isinstance(value, dict) else "",

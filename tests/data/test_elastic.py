@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.data import redistribute
+from noloco_jax.errors import UserError
 from support.data_makers import before_next_document, documents, open_streams, read_through, write_counting
 
 KINDS = ["jsonl", "parquet", "text"]
@@ -112,3 +113,15 @@ def test_a_redistributed_stream_resumes_bitwise(tmp_path):
         expected = next(whole)
         again = restored(config, [states[0], saved])[1]
         np.testing.assert_array_equal(next(again)["input_ids"], expected["input_ids"])
+
+
+def test_states_of_several_checkpoints_are_refused(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 23)
+    states = [stream.get_state() for stream in open_streams(config, 3)]
+    with pytest.raises(UserError, match="position 1 of 2 is that of replica 1 of 3"):
+        redistribute([states[0] | {"num_replicas": 2}, states[1]], 1)
+    with pytest.raises(UserError, match="at least one"):
+        redistribute(states, 0)
+    other = states[2] | {"source": states[2]["source"] | {"files": 99}}
+    with pytest.raises(UserError, match="replicas 0 and 2 are of different data sets"):
+        redistribute([*states[:2], other], 1)

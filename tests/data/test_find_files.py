@@ -37,11 +37,31 @@ def test_linked_folders_are_searched_like_others(tmp_path):
     assert found(tmp_path / "data") == expected
 
 
+def test_runs_below_the_data_are_not_read_as_text(tmp_path):
+    write(tmp_path, "a.txt", "in/b.txt")
+    write(tmp_path, "runs/x/metrics.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/x/log.txt")
+    write(tmp_path, "runs/compared/comparison.lock", "runs/compared/ddp-seed0/log.txt")
+    write(tmp_path, "runs/begins/trainer.lock", "runs/begins/log.txt")
+    assert found(tmp_path) == ["a.txt", "in/b.txt"]
+    assert found(tmp_path / "runs/x") == ["checkpoints/10/digests.txt", "log.txt"]  # where it is asked for by name
+
+
+def test_runs_below_an_address_are_not_read_as_text(monkeypatch):
+    root = "s3://bucket/data"
+    files = ["a.txt", "in/b.txt", "runs/x/metrics.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/xy/c.txt"]
+    monkeypatch.setattr(
+        "noloco_jax.data.find_files.list_files", lambda path, recursive: [f"{root}/{file}" for file in files]
+    )
+    assert find_files(options(root), [".txt"]) == [f"{root}/{file}" for file in ("a.txt", "in/b.txt", "runs/xy/c.txt")]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
         ("a.jsonl", b'{"text": "a"}', "its name says jsonl: give data.kind=jsonl"),
         ("a.parquet", b"PAR1", "its name says parquet: give data.kind=parquet"),
+        ("a.txt.gz", b"\x1f\x8b\x08\x01", "is no plain text: decompress it"),
+        ("a.bin", b"a few\0words", "is no plain text"),
     ],
 )
 def test_a_named_file_that_is_no_text_is_refused(name, content, line, tmp_path):
@@ -140,6 +160,12 @@ def test_files_left_out_of_training_by_their_names_are_told(tmp_path, capsys, na
     files_of(tmp_path, names)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(": ")[2] for line in lines] == ([] if told is None else [told])
+
+
+def test_a_file_beside_its_compressed_form_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"a\.x and .*a\.x\.gz hold the same documents: move one of them elsewhere"):
+        write(tmp_path, "a.x", "a.x.gz", "b.x")
+        split_files(options(tmp_path), (".x", ".x.gz"))
 
 
 def test_training_on_only_validation_and_test_files_is_refused(tmp_path):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.data.line_reader import LinePosition, LineReader
-from support.data_makers import write_json_lines
+from noloco_jax.errors import UserError
+from support.data_makers import compressed, write_json_lines
 
 START = LinePosition(0, 0, 0)
 
@@ -56,3 +57,12 @@ def test_a_damaged_file_ends_at_the_same_line_from_any_start_position(tmp_path, 
     assert 1000 < len(lines) < 3000
     for k in (1, 100, 500, 777, 1000, len(lines) - 1):
         assert read_all([str(file)], positions[k])[0] == lines[k:]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_without_its_suffix_is_refused(tmp_path, suffix):
+    file = tmp_path / "0.jsonl"
+    file.write_bytes(compressed(b"one\ntwo\n", suffix))
+    with pytest.raises(UserError, match=rf"0\.jsonl is compressed: name it .*0\.jsonl\{suffix}") as caught:
+        read_all([str(file)])
+    assert "\n" not in str(caught.value) and caught.value.exit_status == 2

@@ -270,6 +270,18 @@ def test_a_text_column_of_another_type_is_refused_naming_the_type(tmp_path, valu
         needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+def test_text_that_is_not_utf8_is_read_with_replacements(tmp_path, kind):
+    texts = [b"text %d" % k for k in range(9)]
+    texts[3] = b"caf\xe9!"
+    stored = pa.array(texts, pa.large_binary() if kind == pa.large_string() else pa.binary())
+    column = pa.Array.from_buffers(kind, len(texts), stored.buffers())
+    pq.write_table(pa.table({"text": column}), tmp_path / "0.parquet", row_group_size=2)
+    config = replace(config_for(200), add_bos=False, add_eos=False)
+    inputs, _ = all_of_validation(config, tmp_path, ByteTokenizer())
+    assert ByteTokenizer().decode(inputs[0]).startswith("text 0text 1text 2caf\ufffd!text 4")
+
+
 def test_text_needs_a_tokenizer_and_tokens_need_none(tmp_path):
     write_rows(tmp_path / "tokens" / "0.parquet", {"input_ids": [[1, 2]] * 4, "labels": [[1, 2]] * 4})
     (tmp_path / "text").mkdir()

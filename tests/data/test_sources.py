@@ -17,7 +17,7 @@ from noloco_jax.errors import UserError
 from support.data_makers import OPTIONS, CountingTokenizer, check_data, validation_batches, write_c4
 
 BYTE = ByteTokenizer()
-ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False)
+ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False, vocab_size=None)
 
 PIECE = 8192  # bytes
 SPLITS = ("validation", "train")

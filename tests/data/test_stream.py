@@ -213,6 +213,15 @@ def test_a_state_of_stored_tokens_ignores_the_tokenizer(tmp_path):
     other.set_state(stream.get_state())
 
 
+def test_a_state_of_another_replica_is_refused(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 23)
+    one, two = open_streams(config, 2)
+    with pytest.raises(UserError, match="replica 0 was given to replica 1"):
+        two.set_state(one.get_state())
+    with pytest.raises(UserError, match=r"num_replicas=3.*of 2 replicas"):
+        open_streams(config, 3)[0].set_state(one.get_state())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_validation_is_the_same_at_every_call_and_repeats_nothing(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 20)

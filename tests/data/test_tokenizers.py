@@ -90,7 +90,7 @@ def test_reserved_special_tokens_need_no_embedding_but_added_words_do(tmp_path):
 def test_documents_are_encoded_with_the_configured_special_tokens():
     tokenizer = load_tokenizer("byte")
     for bos, eos in [(True, True), (True, False), (False, True), (False, False)]:
-        encode = DocumentEncoder(tokenizer, add_bos=bos, add_eos=eos)
+        encode = DocumentEncoder(tokenizer, add_bos=bos, add_eos=eos, vocab_size=259)
         one, empty = encode(["hi", ""])
         assert one.tolist() == [[256] * bos + [104, 105] + [257] * eos]
         assert empty.shape == (1, 0)
@@ -98,9 +98,16 @@ def test_documents_are_encoded_with_the_configured_special_tokens():
 
 def test_a_special_token_that_the_tokenizer_lacks_is_refused(tmp_path):
     tokenizer = load_tokenizer(word_tokenizer(tmp_path, special={"bos_token": "<s>"}, added=[]))
-    DocumentEncoder(tokenizer, add_bos=True, add_eos=False)
+    DocumentEncoder(tokenizer, add_bos=True, add_eos=False, vocab_size=None)
     with pytest.raises(UserError, match=r"has no EOS token: set data\.add_eos=False"):
-        DocumentEncoder(tokenizer, add_bos=True, add_eos=True)
+        DocumentEncoder(tokenizer, add_bos=True, add_eos=True, vocab_size=None)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_where_the_text_is_read():
+    encode = DocumentEncoder(load_tokenizer("byte"), add_bos=False, add_eos=False, vocab_size=100)
+    encode(["abc"[:2]])
+    with pytest.raises(UserError, match=r"'byte' makes the token id 122, .* below model\.vocab_size=100"):
+        encode(["abc", "xyz"])
 
 
 def test_the_size_of_a_vocabulary_with_holes_is_that_of_its_largest_id(tmp_path):

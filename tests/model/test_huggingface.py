@@ -114,6 +114,32 @@ def test_a_stored_tied_head_and_old_rotary_buffers_are_ignored(tmp_path):
     assert_bitwise_equal(load_params(tmp_path / "m", config), params)
 
 
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
+    """Transformers 5 multiplies by the head, and the config says the embedding."""
+    config = ModelConfig(**{**vars(CONFIG), "tie_embeddings": True})
+    params = random_params(config)
+    save_folder(tmp_path / "m", params, config, max_position_embeddings=64)
+    change_weights(tmp_path / "m", lambda tensors: tensors | {"lm_head.weight": 2 * params["embed"]})
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load_params(tmp_path / "m", config)
+
+
+def test_weights_beside_an_index_of_other_files_are_refused(folder):
+    save_file({"model.norm.weight": np.ones(16, np.float32)}, folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"holds model\.safetensors, which transformers loads, and model\.s"):
+        load_params(folder, CONFIG)
+
+
+def test_a_tensor_in_two_files_is_refused(folder):
+    save_file({"model.norm.weight": np.ones(16, np.float32)}, folder / "more.safetensors")
+    index = {"weight_map": {"model.norm.weight": "more.safetensors", "lm_head.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"the tensor model\.norm\.weight is in another file of the folder too"):
+        load_params(folder, CONFIG)
+
+
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 def test_a_row_that_is_not_finite_is_refused_by_tensor_and_row(folder, stored):
     """The row of a token that no text has leaves every loss finite."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +23,7 @@ from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.metrics import memory
 from noloco_jax.model.huggingface import save_folder
+from noloco_jax.train import inputs
 from noloco_jax.train import training as trainer
 from noloco_jax.train.inputs import given_weights
 from noloco_jax.train.resume import check_end
@@ -190,6 +192,16 @@ def test_weights_that_lie_beside_another_tokenizer_are_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": words}))
     with pytest.raises(UserError, match=r"data\.tokenizer='byte' makes other token ids than the tokenizer"):
         given_weights(config, ByteTokenizer())
+
+
+def test_weights_that_are_not_finite_are_refused_at_the_start_naming_the_array(tmp_path, monkeypatch):
+    """The rate is not to blame for them."""
+    config = from_dict({"init_from": str(tmp_path)})
+    params = {"blocks": {"up": np.ones((2, 3), np.float32)}, "embed": np.full((4, 3), np.nan, np.float32)}
+    monkeypatch.setattr(inputs, "load_params", lambda *_: params)
+    with pytest.raises(UserError, match=r"has values in \['embed'\] that are not finite") as refused:
+        given_weights(config, None)
+    assert "lr" not in str(refused.value)
 
 
 def test_truncated_weights_are_refused_and_the_workdir_is_unchanged(config, trained, tmp_path):
