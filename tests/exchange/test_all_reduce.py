@@ -42,10 +42,9 @@ def assert_is_rounded(actual: np.ndarray, x: np.ndarray, wire: str) -> None:
 
 
 @every_wire
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_all_replicas_receive_the_rounded_mean_of_rounded_messages(layout, wire):
+def test_all_replicas_receive_the_rounded_mean_of_rounded_messages(wire):
     message = tree(0)
-    for name, mean in mean_of(message, wire, layout).items():
+    for name, mean in mean_of(message, wire).items():
         np.testing.assert_array_equal(mean, np.broadcast_to(mean[:1], mean.shape))
         assert_is_rounded(mean[0], message[name], wire)
 

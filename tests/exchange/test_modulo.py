@@ -132,8 +132,8 @@ def test_an_undetected_difference_is_detected_in_another_outer_step():
     """Two entries wrap by amounts whose weighed sum happens to vanish in some outer steps, but not in all."""
     numbers = np.zeros((1, 64), np.int32)
     numbers[0, :2] = 3, -5
-    passes = [int(_checksum(jnp.asarray(numbers), number)[0, 0]) == 0 for number in range(2000)]
-    assert 0 < sum(passes) < 40
+    checksums = jax.jit(jax.vmap(lambda number: _checksum(jnp.asarray(numbers), number)))(jnp.arange(2000))
+    assert 0 < (np.asarray(checksums) == 0).sum() < 40
 
 
 @pytest.mark.parametrize("distance", [6e3, 1e5, 1e9])
@@ -243,7 +243,6 @@ def test_an_outer_step_changes_the_windows_of_its_fragment_alone(delay):
 
 RARE = [
     # replicas, outer lr, momentum, consensus, momentum of, chance of a push a round
-    (8, 1.0, 0.5, 1.0, "steps", 0.01),
     (8, 0.7, 0.7, 0.7, "steps", 0.1),
     (8, 1.0, 0.3, 1.0, "corrections", 0.01),
 ]

@@ -17,34 +17,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from noloco_jax.config import MeshConfig, ModelConfig, TrainConfig, from_dict
+from noloco_jax.config import ModelConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model import kind
 from noloco_jax.model.attention import causal_attention
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from noloco_jax.model.llama import Llama
-from support import modes
-from support.inner_steps import losses
 from support.model_makers import random_params
 from support.paths import GOLDEN
 
 FAMILIES = GOLDEN / "families"
 NAMES = ("llama2", "llama3", "llama3_1", "smollm", "mistral", "qwen2", "qwen2_window", "qwen3")
 NAMES += ("qwen3_moe", "qwen3_moe_plain")
-# Settings that distinguish each family.
-PARTS = {
-    "llama2": {"num_kv_heads": 4},
-    "llama3": {"num_kv_heads": 2, "rope_theta": 500000.0},
-    "llama3_1": {"rope_theta": 500000.0},
-    "smollm": {"tie_embeddings": True, "num_kv_heads": 1},
-    "mistral": {"head_dim": 8, "sliding_window": 7},
-    "qwen2": {"qkv_bias": True, "sliding_window": None},
-    "qwen2_window": {"qkv_bias": True, "sliding_window": 7},
-    "qwen3": {"head_dim": 8, "qk_norm": True, "tie_embeddings": True},
-    "qwen3_moe": {"kind": "moe", "num_experts": 5, "experts_per_token": 2, "intermediate_size": 12, "qk_norm": True},
-    "qwen3_moe_plain": {"kind": "moe", "norm_topk_prob": False, "router_aux_loss_coef": 0.25, "tie_embeddings": True},
-}
 # All parts that can be combined.
 EVERYTHING = ModelConfig(
     hidden_size=32,
@@ -89,12 +74,6 @@ def in_our_layout(name: str) -> Any:
     if "grad.lm_head.weight" in theirs:
         ours["head"] = theirs["grad.lm_head.weight"].T
     return ours | {"blocks": {part: np.stack(layers) for part, layers in blocks.items()}}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_folders_config_has_the_parts_of_its_family(name):
-    assert {field: getattr(model_of(name), field) for field in PARTS[name]} == PARTS[name]
-    assert (model_of(name).rope_scaling is not None) == (name == "llama3_1")
 
 
 @functools.cache
@@ -234,26 +213,6 @@ def test_cached_decoding_past_the_window_is_the_argmax_of_the_plain_forward_pass
     ids_BS = np.asarray(generate(EVERYTHING, params, np.asarray([[3, 14, 15], [9, 2, 6]]), max_new_tokens=12))
     logits_BTV = jax.jit(lambda params, ids_BT: Llama.from_params(EVERYTHING, params)(ids_BT))(params, ids_BS[:, :-1])
     np.testing.assert_array_equal(ids_BS[:, 3:], np.argmax(logits_BTV, axis=-1)[:, 2:])
-
-
-def run_of(mesh: MeshConfig) -> TrainConfig:
-    config = dataclasses.replace(modes.CONFIG, mesh=mesh, num_microbatches=2)
-    return dataclasses.replace(
-        config,
-        model=EVERYTHING,
-        data=dataclasses.replace(config.data, batch_size=4, document_mask=True),
-    )
-
-
-def start() -> Any:
-    return random_params(EVERYTHING, scale=0.1)
-
-
-def test_every_part_trains_alike_on_stages_that_are_sharded():
-    """Train by Adam; `test_moe` trains these parts by Muon."""
-    config = run_of(MeshConfig(replica=1, stage=2, fsdp=2, tensor=2, routing="fixed"))
-    whole = losses(run_of(MeshConfig(replica=1)), 1, start(), optimizer="adam")
-    np.testing.assert_allclose(losses(config, 8, start(), optimizer="adam"), whole, rtol=2e-4)
 
 
 def test_muon_takes_no_bias_and_no_norm():

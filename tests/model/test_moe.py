@@ -41,7 +41,7 @@ MODEL = ModelConfig(
     router_aux_loss_coef=10.0,  # so large that a mesh that omitted it would train differently
 )
 
-# With the parts of `test_families` that are special on a mesh: biases, and heads wider than the hidden size.
+# With parts of other families that are special on a mesh: biases, and heads wider than the hidden size.
 EVERY_PART = dataclasses.replace(MODEL, head_dim=12, qkv_bias=True, sliding_window=5)
 
 
@@ -90,7 +90,7 @@ def test_mixtures_of_experts_match_a_loop_over_tokens(monkeypatch, num_tokens, b
 
 
 def test_training_is_alike_on_stages_that_are_sharded():
-    """Train by Muon, which takes experts separately; `test_families` trains by Adam."""
+    """Train by Muon, which takes experts separately."""
     config = run_of(MeshConfig(replica=1, stage=2, fsdp=2, tensor=2, routing="fixed"))
     np.testing.assert_allclose(losses(config, 8, start(), optimizer="muon"), on_one_device().loss, rtol=2e-4)
 

@@ -213,7 +213,6 @@ def test_an_injected_sync_every_keeps_outer_steps_conditional():
 
 MAKERS: dict[str, Any] = {
     "noloco": noloco,
-    "modulo4": lambda **settings: noloco(wire="modulo4", state_dtype="bfloat16", **settings),
     "late fragments": lambda **settings: noloco(fragments=2, delay=1, **settings),
     "diloco": nj.diloco,
     "epidemic": lambda **settings: nj.epidemic(nj.RandomNeighbours(N), **settings),
@@ -221,11 +220,11 @@ MAKERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_eager_steps_on_numpy_arrays_equal_jitted_steps(make):
+@pytest.mark.parametrize("name", ["noloco", "late fragments", "diloco", "epidemic"])
+def test_eager_steps_on_numpy_arrays_equal_jitted_steps(name):
     """Each operation on an array of another shape is compiled: a scalar too where fragments cut it differently."""
-    tx, params = make(sync_every=1), random_tree(0, N)
-    if make is not MAKERS["late fragments"]:
+    tx, params = MAKERS[name](sync_every=1), random_tree(0, N)
+    if name != "late fragments":
         del params["scalar"]
     state, moved = jax.vmap(tx.init)(params), jax.tree.map(lambda x: 1.25 * x, params)
     here = jax.vmap(tx.step, axis_name="replica")(moved, state)

@@ -99,17 +99,17 @@ def test_a_correction_is_awaited_only_when_it_is_due():
 def test_the_host_waits_for_outer_steps_once_in_log_every_steps(monkeypatch, replica, outer):
     """An outer step of a fragment follows each inner step; in between, programs are dispatched ahead of the devices."""
     outer = OuterConfig(sync_every=4, fragments=4, **outer)
-    config = dataclasses.replace(CONFIG, num_steps=100, log_every=10, outer=outer, mesh=MeshConfig(replica=replica))
+    config = dataclasses.replace(CONFIG, num_steps=40, log_every=10, outer=outer, mesh=MeshConfig(replica=replica))
     programs = modes.programs_of(config)
     sync, state = modes.syncs_of(config, programs)(), programs.init(jax.random.key(0))
     waits, seconds, block, main = [], [], jax.block_until_ready, threading.current_thread()
     monkeypatch.setattr(
         jax, "block_until_ready", lambda tree: waits.append(threading.current_thread() is main) or block(tree)
     )
-    for step in range(1, 101):
+    for step in range(1, 41):
         state, taken = sync.after_step(state, step, 1)
         assert taken is not None
         seconds.append(taken.seconds)
     sync.close(state, True)
-    assert sum(waits) == 2 * 10 * (1 + bool(outer.delay))
-    assert sum(x > 0 for x in seconds) in range(10, 21)
+    assert sum(waits) == 2 * 4 * (1 + bool(outer.delay))
+    assert sum(x > 0 for x in seconds) in range(4, 9)

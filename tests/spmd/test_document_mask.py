@@ -1,6 +1,6 @@
 """Document masks: losses of routed micro-batches and of evaluations equal those of each document alone.
 
-`test_families` and `test_moe` train with masks on stages.
+`test_moe` trains with masks on stages.
 """
 
 import functools

@@ -4,7 +4,6 @@ A layout that needs more GPUs than there are runs on CPU devices and is compared
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,11 +12,11 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
-from noloco_jax.methods import method_of, schedule_of
+from noloco_jax.methods import schedule_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.spmd.programs import build_programs
 from support import tiny_model
 from support.initial import initial_state
 
@@ -60,34 +59,23 @@ def train(model: ModelConfig, method: str, outer: OuterConfig, mesh: MeshConfig)
     num_devices = int(np.prod(sizes))
     devices = jax.devices() if len(jax.devices()) >= num_devices else jax.devices("cpu")
     with jax.default_device(devices[0]):
-        return _train_on(tuple(devices[:num_devices]), config)
+        return _train_on(devices[:num_devices], config)
 
 
-@functools.cache
-def _compiled(devices: tuple, config: TrainConfig, *only: str) -> Programs:
-    with jax.numpy_rank_promotion("allow"):
-        programs = build_programs(config, make_mesh(config, list(devices)))
-        return compile_programs(config, programs, only=only)
-
-
-def _train_on(devices: tuple, config: TrainConfig) -> Run:
+def _train_on(devices: list, config: TrainConfig) -> Run:
     schedule = schedule_of(config)
-    # Inner steps are one program for all methods that average the same.
-    programs = _compiled(devices, config, "outer_step", "correct_step")
-    method = "ddp" if method_of(config).averages_gradients else "local"
-    inner_config = dataclasses.replace(config, method=method, outer=OuterConfig())
-    of_inner = _compiled(devices, inner_config, "inner_step", "evaluate")
+    with jax.numpy_rank_promotion("allow"):
+        programs = build_programs(config, make_mesh(config, devices))
+        programs = compile_programs(config, programs, only=["inner_step", "evaluate", "outer_step", "correct_step"])
 
-    def start(programs: Programs) -> TrainState:
-        # The compiled program of the layout, against single operations.
-        return initial_state(programs) if config.mesh == VIRTUAL else programs.init(jax.random.key(0))
-
-    params, inner, outer_state = start(programs)
+    # The compiled program of the layout, against single operations.
+    start = initial_state(programs) if config.mesh == VIRTUAL else programs.init(jax.random.key(0))
+    params, inner, outer_state = start
     losses, grad_norms, history = [], [], []
     stream = batches()
     for step in range(1, NUM_STEPS + 1):
         batch = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
-        params, inner, metrics = of_inner.inner_step(params, inner, batch, np.int32(step))
+        params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
         for _ in range(schedule.due(step) if schedule else 0):
             assert programs.outer_step is not None
             params, outer_state = programs.outer_step(params, outer_state)
@@ -97,7 +85,7 @@ def _train_on(devices: tuple, config: TrainConfig) -> Run:
         grad_norms.append(metrics.grad_norm)
         history.append(jax.tree.map(np.array, params))
     held_out = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
-    evaluation = jax.device_get(of_inner.evaluate(params, held_out))
+    evaluation = jax.device_get(programs.evaluate(params, held_out))
     return Run(np.stack(losses), np.stack(grad_norms), history, np.stack(evaluation))
 
 
@@ -105,32 +93,21 @@ def _rows(batch: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     return [{name: x[i] for name, x in batch.items()} for i in range(CONFIG.num_replicas)]
 
 
-@pytest.fixture(scope="module")
-def virtual() -> dict[tuple, Run]:
-    return {}
-
-
 WHOLE = CONFIG.outer
 LATE_FRAGMENTS = OuterConfig(sync_every=SYNC_EVERY, fragments=4, delay=1)
 CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
-# Inner steps of a Llama, heads and all, and outer steps of every method.
+# `train/test_parts_and_modes` has the outer steps of every method and layout.
 LAYOUTS = {
     "llama-cube": ((LLAMA, "noloco", WHOLE), CUBE),
-    "diloco-fsdp": ((TINY, "diloco", WHOLE), MeshConfig(replica=4, fsdp=2)),
-    "diloco-int4-cube": ((TINY, "diloco", OuterConfig(sync_every=SYNC_EVERY, wire="int4")), CUBE),
-    "epidemic-slots": ((TINY, "epidemic", WHOLE), MeshConfig(replica=4)),
-    "sparseloco-slots": ((TINY, "sparseloco", WHOLE), MeshConfig(replica=4)),
     "ddp-fsdp": ((TINY, "ddp", WHOLE), MeshConfig(replica=4, fsdp=2)),
     "late-fragments-cube": ((TINY, "noloco", LATE_FRAGMENTS), CUBE),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, layout):
+def test_a_layout_agrees_with_virtual_replicas_step_by_step(layout):
     run, mesh = LAYOUTS[layout]
-    if run not in virtual:
-        virtual[run] = train(*run, VIRTUAL)
-    expected, actual = virtual[run], train(*run, mesh)
+    expected, actual = train(*run, VIRTUAL), train(*run, mesh)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=2e-6)
     np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=1e-5)
     for mine, theirs in zip(actual.params, expected.params, strict=True):
