@@ -140,7 +140,7 @@ def test_few_unshuffled_files_are_dealt_to_replicas_by_document(tmp_path):
 
 
 def test_worker_processes_resume_with_the_same_batches(tmp_path):
-    config, _ = write_counting("parquet", tmp_path / "data", 150)
+    config, _ = write_counting("jsonl", tmp_path / "data", 150)
     config = replace(config, document_mask=True, shuffle_buffer=10)  # a worker's turn is of several chunks
     (alone,) = open_streams(config, 1)
     (helped,) = open_streams(replace(config, num_workers=2), 1)
