@@ -17,6 +17,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.evaluate import command as evaluate
 from noloco_jax.model.huggingface import save_folder
 from noloco_jax.model.llama import Llama
+from support.data_makers import write_c4
 from support.model_makers import make_run, random_params
 
 TEXTS = ("a first document", "Zweites, länger", "3")
@@ -203,6 +204,15 @@ def test_a_text_is_one_document_whatever_the_sequence_length_and_the_tokenizer(r
     for length, model in ((16, [f"--workdir={run[0]}"]), (48, [f"--model={folder}", "--tokenizer=byte"])):
         (row,) = rows(capsys, *model, *flags, f"--sequence_length={length}")
         assert row[2] == "51,201"
+
+
+def test_c4_is_read_by_its_name_and_a_file_without_suffix_is_text(run, tmp_path, capsys):
+    write_c4(tmp_path / "c4", [["a shard"]])
+    (shard,) = (tmp_path / "c4").iterdir()
+    (tmp_path / "LICENSE").write_text("a licence")
+    found = rows(capsys, f"--workdir={run[0]}", "--replica=0", f"--data={shard}", f"--data={tmp_path / 'LICENSE'}")
+    for row, text in zip(found, ("a shard", "a licence"), strict=True):
+        assert_row(row, expected(run[1][0], text))
 
 
 def test_the_model_s_settings_of_training_do_not_stand_in_the_way(config, tmp_path, capsys):
