@@ -1,7 +1,6 @@
 """Models pushed to the Hugging Face hub."""
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,14 @@ from noloco_jax.errors import TransientError, UserError, described
 def check_push(repository: str) -> None:
     """Raise `UserError` for a name that is none of the hub's, or without a login there; nothing is written."""
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise UserError(f"--push={repository} is no name on the hub: give USER/NAME")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(f"--push={repository} is no name on the hub ({error}): give USER/NAME") from None
+    if repository.count("/") != 1:
+        raise UserError(f"--push={repository} names no owner: give USER/NAME")
     with _hub_errors(repository):
         HfApi().whoami()
 

@@ -18,9 +18,17 @@ values = dict(argument.split("=", 1) for argument in arguments if "=" in argumen
 if command == "merge":
     pathlib.Path(values["--out"]).write_text(" ".join(arguments[3:]))
     sys.exit()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 starts = pathlib.Path(values["--workdir"], "starts")
 starts.write_text((starts.read_text() if starts.exists() else "") + "x")
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+
+
+def all_have_started():
+    while sum(file.stat().st_size > 0 for file in starts.parent.parent.glob("*/starts")) < 3:
+        time.sleep(0.01)
+    return True
+
+
 exec(values["--act"])
 """
 
@@ -44,7 +52,7 @@ def test_a_killed_island_starts_again_one_with_a_mistake_does_not_and_the_others
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, RESTART), (signal.SIGINT, INTERRUPTED)])
 def test_a_signal_lets_all_islands_save_and_merges_nothing(monkeypatch, tmp_path, number, status):
-    act = f"values['--name'] == 'island0' and os.kill(os.getppid(), {int(number)}); time.sleep(60)"
-    assert trained(monkeypatch, tmp_path, act) == status
+    signals = f"values['--name'] == 'island0' and all_have_started() and os.kill(os.getppid(), {int(number)})"
+    assert trained(monkeypatch, tmp_path, f"{signals}; time.sleep(60)") == status
     assert starts(tmp_path) == [1, 1, 1]
     assert not (tmp_path / "merged").exists()
