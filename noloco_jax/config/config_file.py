@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import FieldInfo, fields_of
@@ -38,7 +38,9 @@ def read_config_file(file: str) -> ConfigDict:
         )
     try:
         values = _read_json(path, argument) if Path(path).suffix == ".json" else _run_python(path, argument)
-        if isinstance(values, dict):
+        if isinstance(values, FrozenConfigDict):
+            values = values.as_configdict()
+        elif isinstance(values, dict):
             values = ConfigDict(values)
     except UserError:
         raise

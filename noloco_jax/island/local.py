@@ -133,7 +133,10 @@ def _gpu_of(number: int, count: int) -> dict[str, str]:
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    if visible is None:
+        gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    else:
+        gpus = visible.replace(",", " ").split()
     if not gpus:
         return {}
     variables = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]}

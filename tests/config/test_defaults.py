@@ -108,6 +108,16 @@ def test_references_to_a_method_field_keep_the_files_value_unless_a_flag_sets_it
     assert (with_flag.outer.sync_every, with_flag.eval_every) == (20, 100)
 
 
+def test_a_frozen_configuration_takes_flags(tmp_path):
+    file = tmp_path / "a.py"
+    file.write_text(
+        "from ml_collections import FrozenConfigDict\n\ndef get_config():\n"
+        "    return FrozenConfigDict({'num_replicas': 2, 'seed': 3})\n"
+    )
+    config = from_dict(load_config(str(file), ["--config.num_replicas=4"]))
+    assert (config.num_replicas, config.seed) == (4, 3)
+
+
 def test_changing_the_method_of_a_saved_configuration_drops_its_method_settings(tmp_path):
     saved = save_config(loaded("quickstart"), tmp_path)
     record = json.loads(Path(saved).read_text())

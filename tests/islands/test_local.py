@@ -56,3 +56,18 @@ def test_a_signal_lets_all_islands_save_and_merges_nothing(monkeypatch, tmp_path
     assert trained(monkeypatch, tmp_path, f"{signals}; time.sleep(60)") == status
     assert starts(tmp_path) == [1, 1, 1]
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("", [{}] * 3),  # none on purpose
+        ("4, 7,9", [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "479"]),
+        ("4,7", [{"CUDA_VISIBLE_DEVICES": gpu, "XLA_CLIENT_MEM_FRACTION": "0.45"} for gpu in "474"]),
+    ],
+)
+def test_islands_share_the_visible_gpus_and_their_memory(monkeypatch, visible, expected):
+    for name in ("JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [local._gpu_of(number, 3) for number in range(3)] == expected
