@@ -95,7 +95,7 @@ def train(
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
     """
-    setup = _check(run_config, workdir, wandb_project, processes or run_processes(), mode or WholeRun())
+    setup = _check(run_config, workdir, wandb_project, processes, mode or WholeRun())
     config, console = setup.config, setup.console
     with (
         contextlib.nullcontext() if dry_run else workdir_locked(workdir, setup.processes, force=force_unlock),
@@ -168,11 +168,11 @@ class _Setup(NamedTuple):
 
 
 def _check(
-    run_config: TrainConfig, workdir: Path, wandb_project: str | None, processes: Processes, mode: Mode
+    run_config: TrainConfig, workdir: Path, wandb_project: str | None, processes: Processes | None, mode: Mode
 ) -> _Setup:
     """Raise `UserError` for what would fail later: folders, devices, configuration, the data's form."""
-    devices = find_devices()
-    console = make_console()
+    devices = find_devices()  # first: whatever else asks JAX ends the process where a variable is wrong
+    processes, console = processes or run_processes(), make_console()
     console.quiet = jax.process_index() > 0
     for folder in (workdir, workdir / "checkpoints"):
         check_writable(folder)

@@ -215,17 +215,19 @@ def test_usable_memory_is_what_the_control_groups_leave_of_the_machines(tmp_path
     ],
     ids=lambda value: next(iter(value)) + "=" + next(iter(value.values())) if isinstance(value, dict) else "",
 )
-def test_a_variable_that_stops_jax_is_named_in_one_line(variables, line):
+def test_a_variable_that_stops_jax_is_named_in_one_line(variables, line, tmp_path):
     if variables == {"JAX_PLATFORMS": "cuda"} and Path("/dev/nvidiactl").exists():
         pytest.skip("a GPU is here")
-    program = """
-from noloco_jax.cluster.host import find_devices
-from noloco_jax.errors import main_with_errors
-main_with_errors(lambda: print(find_devices()))
-"""
+    command = [
+        sys.executable,
+        "-m",
+        "noloco_jax.train",
+        "--config=configs/quickstart.py",
+        f"--workdir={tmp_path / 'run'}",
+    ]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     environment = {**inherited, "JAX_PLATFORMS": "cpu", **variables}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run([*command, "--dry_run"], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (told,) = [one for one in done.stderr.splitlines() if not one.startswith("WARNING:")]
     assert told.startswith(line)
