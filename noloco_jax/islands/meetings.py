@@ -94,8 +94,8 @@ class Meetings:
         return self._steps_late / self.committed if self.committed else 0.0
 
     def is_open(self, round: int) -> bool:
-        """Return whether the message of this round, or of an earlier one, may still be exchanged."""
-        return any(one <= round for one in self._open)
+        """Return whether the message of this round, or of an earlier one, may still be exchanged; for any thread."""
+        return any(one <= round for one in tuple(self._open))  # a copy, as meetings end meanwhile
 
     def begin(self, round: int, own: Any, norm: float, tokens: int) -> None:
         """Begin the meeting of a round that has ended, and end those that have waited too long."""

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections import Counter
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from noloco_jax.islands.exchange import SILENT_SECONDS, Broken
+from noloco_jax.islands.meetings import Meetings
 from support.island_world import Delivered, Sea, Sim, no_faults
 
 KINDS = ("hello", "not_yet", "accept", "piece", "received", "commit", "done", "no")
@@ -107,3 +109,17 @@ async def test_a_peer_that_stops_in_the_middle_is_named_and_costs_rounds_alone()
     assert any(f"b: no answer in {SILENT_SECONDS:g} s" in line or "takes nothing" in line for line in a.lines), a.lines
     last = [met.outcome for met in a.met if met.round >= 20 and met.reason != "leaving"]
     assert last and set(last) <= {"met", "late"}, a.met
+
+
+def test_a_meeting_may_end_while_another_thread_asks_whether_one_is_open():
+    """Training asks before its steps, without waiting for the network's thread."""
+    none: Any = None
+    meetings = Meetings(none, None)
+
+    class Round(int):
+        def __ge__(self, other: int) -> bool:
+            meetings._open.pop(other)  # as the other thread does, between two comparisons
+            return super().__ge__(other)
+
+    meetings._open = dict.fromkeys((3, 4), cast(Any, None))
+    assert not meetings.is_open(Round(2))
