@@ -83,7 +83,7 @@ def _is_unused(config: TrainConfig, path: str) -> bool:
     """Return True if the configuration's method, or another field of it, makes a field have no effect."""
     used_with = {
         **dict.fromkeys(_OF_EXPERTS, config.model.kind != "llama"),
-        "inner.momentum": config.inner.optimizer == "muon",
+        **dict.fromkeys(("inner.momentum", "inner.momentum_share"), config.inner.optimizer == "muon"),
         "inner.min_lr": config.inner.schedule != "constant",
         "mesh.routing": config.mesh.stage > 1,
         "sample_prompt": config.sample_tokens > 0,

@@ -93,6 +93,13 @@ class InnerConfig:
     b2: float = setting(0.999, "Adam's decay rate of the second moment.", minimum=0, below=1)
     eps: float = setting(1e-8, "Added to the root of Adam's second moment.", above=0)
     momentum: float = setting(0.95, "Muon's decay rate of its momentum.", minimum=0, below=1)
+    momentum_share: float | None = setting(
+        None,
+        "Share of momentum in Muon's direction, beside the step's gradient (quasi-hyperbolic); None: inner.momentum, "
+        "which is Nesterov's.",
+        minimum=0,
+        below=1,
+    )
     weight_decay: float = setting(
         0.0, "Decoupled weight decay of all weights, times the learning rate (adamw, muon).", minimum=0
     )

@@ -77,7 +77,7 @@ def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     adam_share = _ADAM_SHARE if inner.adam_lr is None else inner.adam_lr / inner.lr
     return optax.partition(
         {
-            "muon": muon(model, schedule, inner.momentum, inner.weight_decay),
+            "muon": muon(model, schedule, inner.momentum, inner.momentum_share, inner.weight_decay),
             "adam": _adam(inner, lambda step: adam_share * schedule(step)),
         },
         partial(_muons_and_adams, muons(model)),

@@ -6,6 +6,7 @@ Axes: L stacked layers, I inputs and O outputs of a layer's matrix; M the smalle
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,13 @@ NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 _EPS = 1e-8
 _INSIDE_A_REPLICA = ("fsdp", "tensor")
+PyTree = Any
 
 
 def muon(
-    model: ModelConfig, learning_rate: optax.Schedule, momentum: float, weight_decay: float
+    model: ModelConfig, learning_rate: optax.Schedule, momentum: float, share: float | None, weight_decay: float
 ) -> optax.GradientTransformation:
-    """Nesterov momentum, orthogonalized matrix by matrix, for parameters that are matrices or stacks (..., I, O).
+    """Momentum, orthogonalized matrix by matrix, for parameters that are matrices or stacks (..., I, O).
 
     An update is approximately learning rate · sqrt(max(1, O / I)) · U Vᵀ with the momentum's singular vectors U, V, as
     in `optax.contrib.muon`, which offers no hook between momentum and iteration for resharding the matrices.
@@ -35,14 +37,29 @@ def muon(
       model: the model of the parameters, for their shardings.
       learning_rate: schedule over steps 0, 1, ...
       momentum: decay of the gradients' sum, per step.
+      share: the share ν of the gradients' mean in what is orthogonalized, ν mean + (1 - ν) gradient: the
+        quasi-hyperbolic momentum of Ma and Yarats 2018, arXiv 1810.06801, equation 4. None: ν = `momentum`, which is
+        Nesterov's.
       weight_decay: decoupled weight decay; a step subtracts learning rate · weight_decay · weight.
     """
     return optax.chain(
-        optax.trace(momentum, nesterov=True),
+        _quasi_hyperbolic(momentum, momentum if share is None else share),
         optax.stateless(lambda updates, _: jax.tree.map_with_path(partial(_orthogonal, model), updates)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def _quasi_hyperbolic(decay: float, share: float) -> optax.GradientTransformation:
+    """Map a gradient to share · mean + (1 - share) · gradient, up to a factor, which orthogonalizing drops."""
+    sums = optax.trace(decay)
+    weight = decay if share == decay else share * (1 - decay) / (1 - share)  # exactly Nesterov's
+
+    def update(gradients: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        sum_of_gradients, state = sums.update(gradients, state, params)
+        return jax.tree.map(lambda g, m: g + weight * m, gradients, sum_of_gradients), state
+
+    return optax.GradientTransformation(sums.init, update)
 
 
 def _orthogonal(model: ModelConfig, path: tuple, x: jax.Array) -> jax.Array:

@@ -47,12 +47,14 @@ def orthogonal(x_IO: np.ndarray) -> np.ndarray:
     return x_IO
 
 
-def muon_in_numpy(theta: np.ndarray, gradients: list[np.ndarray], rates: np.ndarray) -> np.ndarray:
+def muon_in_numpy(
+    theta: np.ndarray, gradients: list[np.ndarray], rates: np.ndarray, decay: float = 0.95, share: float = 0.95
+) -> np.ndarray:
     """Return one matrix after a step for every gradient, in float64."""
     theta, momentum = theta.astype(np.float64), np.zeros(theta.shape)
     for gradient, rate in zip(gradients, rates, strict=True):
-        momentum = 0.95 * momentum + 0.05 * gradient
-        direction = orthogonal(0.95 * momentum + 0.05 * gradient)
+        momentum = decay * momentum + (1 - decay) * gradient
+        direction = orthogonal(share * momentum + (1 - share) * gradient)
         scale = np.sqrt(max(1.0, theta.shape[1] / theta.shape[0]))
         theta = theta - rate * (scale * direction + INNER.weight_decay * theta)
     return theta
@@ -70,8 +72,11 @@ def adam_in_numpy(theta: np.ndarray, gradients: list[np.ndarray], rates: np.ndar
 
 @pytest.fixture(scope="module")
 def three_steps() -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
+    return train_three_steps(run_config())
+
+
+def train_three_steps(config: TrainConfig) -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
     """Return parameters, three gradients, the parameters after their steps, and the learning rates."""
-    config = run_config()
     optimizer, params, gradients = inner_optimizer(config), random_params(config.model), gradients_of(config, 3)
     state, trained = jax.jit(optimizer.init)(params), params
     update = jax.jit(optimizer.update)
@@ -89,6 +94,14 @@ def test_every_layers_matrix_is_orthogonalized_separately(three_steps, name):
             params["blocks"][name][layer], [tree["blocks"][name][layer] for tree in gradients], rates
         )
         np.testing.assert_allclose(trained["blocks"][name][layer], expected, rtol=1e-5, atol=2e-5)
+
+
+def test_momentums_share_is_quasi_hyperbolic():
+    inner = dataclasses.replace(INNER, momentum=0.98, momentum_share=0.8)
+    params, gradients, trained, rates = train_three_steps(dataclasses.replace(run_config(), inner=inner))
+    weights = [tree["blocks"]["q"][1] for tree in (params, *gradients)]
+    expected = muon_in_numpy(weights[0], weights[1:], rates, 0.98, 0.8)
+    np.testing.assert_allclose(trained["blocks"]["q"][1], expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("path", [("embed",), ("head",), ("norm",), ("blocks", "mlp_norm")])
