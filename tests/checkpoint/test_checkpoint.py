@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import functools
 import json
 import weakref
 from collections.abc import Callable
@@ -21,22 +20,12 @@ from noloco_jax.checkpoint.saved import SavedShape
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import OneProcess
-from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.config import ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.offload import offloaded
-from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
-
-CONFIG = TrainConfig(
-    num_replicas=4,
-    model=ModelConfig(
-        kind="support.tiny_model:Tiny", hidden_size=16, intermediate_size=32, num_layers=2, vocab_size=32
-    ),
-    inner=InnerConfig(warmup_steps=1),
-    data=DataConfig(sequence_length=8, batch_size=2),
-    mesh=MeshConfig(replica=1),
-)
+from support.checkpoints import CONFIG, position, positions, programs_of, random_state, saved
 
 
 def changed(num_replicas: int = 4, elastic: str = "", **mesh: int) -> TrainConfig:
@@ -50,42 +39,6 @@ def in_windows(config: TrainConfig) -> TrainConfig:
 
 def with_muon(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, inner=dataclasses.replace(config.inner, optimizer="muon"))
-
-
-@functools.cache
-def programs_of(config: TrainConfig) -> Programs:
-    sizes = [config.mesh.replica, config.mesh.stage, config.mesh.fsdp, config.mesh.tensor]
-    return build_programs(config, make_mesh(config, jax.devices()[: int(np.prod(sizes))]))
-
-
-def random_state(like: TrainState) -> TrainState:
-    rng = np.random.default_rng(0)
-
-    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
-        values = rng.normal(size=x.shape) if np.issubdtype(x.dtype, np.floating) else np.full(x.shape, 7)
-        return jax.device_put(values.astype(x.dtype), x.sharding)
-
-    return jax.tree.map(draw, like)
-
-
-def position(replica: int, num_replicas: int) -> dict:
-    """Return a data position in the form that a stream reports."""
-    shard = [0, replica, num_replicas, 10 + replica, 1, 3, []]
-    positions = {"data": {"epoch": 0, "shards": [shard]}}
-    of = {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}}
-    return of | {"drawn": 0, "positions": positions}
-
-
-def positions(num_replicas: int) -> dict[int, dict]:
-    return {replica: position(replica, num_replicas) for replica in range(num_replicas)}
-
-
-def saved(workdir: Path, config: TrainConfig) -> TrainState:
-    """Save a random state at step 3 and return it."""
-    state = random_state(programs_of(config).state)
-    with Checkpointer(workdir, config) as checkpoints:
-        checkpoints.save(3, state, positions(config.num_replicas))
-    return state
 
 
 def test_saving_does_not_query_jax_for_preemption(tmp_path, monkeypatch):
@@ -115,11 +68,9 @@ def assert_equal(state: TrainState, expected: TrainState) -> None:
     [
         (changed(), changed(replica=4)),
         (changed(replica=4, fsdp=2), changed(replica=2)),
-        (changed(replica=2, tensor=2), changed(replica=1, fsdp=2)),
-        (changed(replica=4), changed()),
         (with_muon(changed(replica=2, tensor=2)), with_muon(changed(replica=1, fsdp=2))),
     ],
-    ids=["virtual-mesh", "sharded-slots", "tensor-fsdp", "mesh-virtual", "muon"],
+    ids=["virtual-mesh", "sharded-slots", "muon"],
 )
 def test_a_state_is_restored_on_another_mesh(tmp_path, before, after):
     state = saved(tmp_path, before)
@@ -153,18 +104,12 @@ def members(before: int, after: int, replica: int, choice: str) -> list[int]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (changed(4, replica=4), changed(2, "merge", replica=2)),
         (changed(4), changed(3, "merge", replica=3)),
-        (changed(4, replica=2, fsdp=2), changed(2, "keep")),
-        (changed(4), changed(8, "copy", replica=8)),
         (changed(2, replica=2), changed(4, "copy", replica=2, fsdp=2)),
         (with_muon(changed(4, replica=2, fsdp=2)), with_muon(changed(2, "merge", replica=2))),
-        (in_windows(changed(4)), in_windows(changed(2, "keep"))),
+        (in_windows(changed(4, replica=2, fsdp=2)), in_windows(changed(2, "keep"))),
     ],
-    ids=[
-        *("merge", "merge-uneven", "keep", "copy", "copy-sharded", "merge-muon"),
-        "keep-modulo",
-    ],
+    ids=["merge-uneven", "copy", "merge-muon", "keep-modulo"],
 )
 def test_restoring_another_number_of_replicas_follows_the_elastic_setting(tmp_path, before, after):
     state = saved(tmp_path, before)

@@ -17,64 +17,29 @@ from noloco_jax.checkpoint.digests import Entry, MismatchError
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.trained_model import load_for_export
 from noloco_jax.cluster.processes import OneProcess
-from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig, save_config
+from noloco_jax.config import save_config
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import Programs, TrainState, build_programs
-from support import tiny_model
+from noloco_jax.spmd.programs import TrainState
+from support.checkpoints import CONFIG, programs_of, saved
 from support.processes import UNLISTED
 
-CONFIG = TrainConfig(
-    num_replicas=4,
-    model=ModelConfig(kind=tiny_model.KIND, hidden_size=16, intermediate_size=32, num_layers=1, vocab_size=32),
-    inner=InnerConfig(warmup_steps=1),
-    data=DataConfig(sequence_length=8, batch_size=2),
-    mesh=MeshConfig(replica=1),
-)
 FEWER = dataclasses.replace(CONFIG, num_replicas=2, elastic="merge")
 STEP = Path("checkpoints/3")
 
 
-def programs_of(config: TrainConfig) -> Programs:
-    return build_programs(config, make_mesh(config, jax.devices()[:1]))
-
-
-def random_state() -> TrainState:
-    rng = np.random.default_rng(0)
-
-    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding)
-
-    return jax.tree.map(draw, programs_of(CONFIG).state)
-
-
-def save(workdir: Path, *steps: int) -> TrainState:
-    shard = [0, 0, 4, 10, 1, 3, []]
-    position = {
-        "num_replicas": 4,
-        "source": {"files": 4},
-        "drawn": 0,
-        "positions": {"data": {"epoch": 0, "shards": [shard]}},
-    }
-    state = random_state()
-    with Checkpointer(workdir, CONFIG) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, state, {replica: {"replica": replica} | position for replica in range(4)})
-    save_config(CONFIG, workdir)
-    return state
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> tuple[Path, TrainState]:
+def whole(tmp_path_factory) -> tuple[Path, TrainState]:
     """Return a workdir with a checkpoint of step 3, and the saved state."""
     workdir = tmp_path_factory.mktemp("saved")
-    return workdir, save(workdir, 3)
+    state = saved(workdir, CONFIG)
+    save_config(CONFIG, workdir)
+    return workdir, state
 
 
 @pytest.fixture
-def workdir(saved, tmp_path) -> Path:
+def workdir(whole, tmp_path) -> Path:
     """Return a copy of the saved workdir for a test to damage."""
-    shutil.copytree(saved[0], tmp_path / "run")
+    shutil.copytree(whole[0], tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -103,9 +68,9 @@ def flip_a_bit(path: Path, rng: random.Random) -> None:
     path.write_bytes(content)
 
 
-def test_a_flipped_bit_is_refused_naming_the_file_or_changes_nothing(saved, workdir):
+def test_a_flipped_bit_is_refused_naming_the_file_or_changes_nothing(whole, workdir):
     """The commit marker and Orbax's metadata have no digest: they are written last and affect no restored value."""
-    rng, state = random.Random(0), saved[1]
+    rng, state = random.Random(0), whole[1]
     names = files_of(workdir / STEP)
     assert {"run/metadata", "data/metadata", "state/_METADATA", "state/manifest.ocdbt"} < set(names)
     assert sum("/d/" in name for name in names) > 3
@@ -180,14 +145,14 @@ def test_a_failure_to_write_digests_is_reported_and_leaves_the_previous_checkpoi
         path.write_bytes(b"torn")
         raise OSError(5, "Input/output error")
 
-    save(tmp_path, 3)
+    saved(tmp_path, CONFIG)
     monkeypatch.setattr(digests, "write_whole", fail)
     with pytest.raises(TransientError, match="could not be saved"):
-        save(tmp_path, 7)
+        saved(tmp_path, CONFIG, step=7)
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "checkpoints").glob("7*")] == ["7.orbax-checkpoint-tmp"]
     resume(tmp_path)
-    save(tmp_path, 8)
+    saved(tmp_path, CONFIG, step=8)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "8"]
 
 
