@@ -90,7 +90,6 @@ def test_an_all_reduce_sends_the_bytes_of_a_ring(method, program, field):
 @pytest.mark.parametrize(
     ("method", "outer", "kinds", "mesh"),
     [
-        ("diloco", {"wire": "int4"}, {"all-to-all", "all-gather"}, {}),
         ("diloco", {"wire": "int4"}, {"all-to-all", "all-gather"}, {"stage": 2}),
         ("sparseloco", {}, {"all-gather"}, {"fsdp": 2}),
     ],

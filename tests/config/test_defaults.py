@@ -17,7 +17,6 @@ from noloco_jax.config import (
     save_config,
     unused_settings,
 )
-from noloco_jax.errors import UserError
 from noloco_jax.methods import METHOD_FIELDS
 from support.paths import CONFIGS
 
@@ -128,12 +127,6 @@ def test_changing_the_method_of_a_saved_configuration_drops_its_method_settings(
     ):
         assert own_fields(config) == NOTHING | OWN["diloco"]
     assert from_dict(load_config(str(saved))) == loaded("quickstart")
-
-
-def test_methods_that_ignore_the_wire_accept_only_float32():
-    assert from_dict({"method": "ddp", "outer": {"wire": "float32"}}).outer.wire == "float32"
-    with pytest.raises(UserError, match="wire='int8'"):
-        from_dict({"method": "ddp", "outer": {"wire": "int8"}})
 
 
 def test_settings_that_the_method_ignores_are_listed():

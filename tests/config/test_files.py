@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict, load_config
-from noloco_jax.config.config_file import read_config_file
 from noloco_jax.errors import UserError
 from support.paths import CONFIGS
 
@@ -100,20 +99,3 @@ def test_best_changes_only_optimizer_and_outer_step_for_any_number_of_replicas(n
             for replicas in (4, 6)
         }
         assert orders == {4: "hypercube", 6: "passes"}
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("raise Unprintable", "Unprintable"),
-        ("raise ValueError('one\\n\\n  two')", "ValueError: one two"),
-    ],
-)
-def test_an_exception_in_a_file_becomes_one_line_with_file_and_line_number(tmp_path, body, said):
-    file = tmp_path / "c.py"
-    file.write_text(
-        f"class Unprintable(Exception):\n    def __str__(self): raise ValueError\ndef get_config():\n    {body}\n"
-    )
-    with pytest.raises(UserError) as caught:
-        read_config_file(str(file))
-    assert str(caught.value) == f"config file {file} line 4: {said}"

@@ -141,6 +141,8 @@ def test_a_config_file_that_fails_is_named(tmp_path):
     assert "broken.py does not exist" in refusal(f"--config={path}")
     for text, named in {
         "def get_config():\n    return {}['lr']\n": "line 2: KeyError",
+        "def get_config():\n    raise ValueError('one\\n\\n  two')\n": "line 2: ValueError: one two",
+        f"{UNPRINTABLE}def get_config():\n    raise Unprintable\n": "line 4: Unprintable",
         "def get_config(:\n": "SyntaxError",
         "": "get_config",
         "def get_config():\n    return 3\n": "a int",
@@ -178,6 +180,7 @@ def test_a_json_file_that_fails_is_named(tmp_path):
     assert "neither .py nor .json" in refusal(f"--config={tmp_path / 'config.toml'}")
 
 
+UNPRINTABLE = "class Unprintable(Exception):\n    def __str__(self): raise ValueError\n"
 DEFAULTS = "import noloco_jax\n\ndef get_config():\n    config = noloco_jax.default_config()\n"
 
 

@@ -123,15 +123,6 @@ def test_each_source_is_read_as_if_it_were_the_only_one(tmp_path):
         assert len(found) > 5 and found == expected[: len(found)]
 
 
-def test_replicas_together_read_each_token_of_a_source_once_per_epoch(tmp_path):
-    config, counts = write_mixture(tmp_path)
-    for num_replicas in (1, 3):
-        for last_epoch in (0, 1):
-            streams = open_streams(replace(config, sequence_length=1, batch_size=1), num_replicas)
-            found = Counter(read_epochs(streams, last_epoch))
-            assert found == dict.fromkeys(every_id(counts), last_epoch + 1), (num_replicas, last_epoch)
-
-
 def test_a_mixture_resumes_bitwise_at_any_position(tmp_path):
     config, _ = write_mixture(tmp_path)
     (whole,), saved, batches = open_streams(config, 1), [], []

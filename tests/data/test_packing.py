@@ -59,13 +59,6 @@ def test_the_position_is_that_of_the_next_input_token():
         assert (shard.document, shard.token) == (owners[(number + 1) * 10], offsets[(number + 1) * 10])
 
 
-def test_a_document_is_packed_from_the_token_of_its_position():
-    packer = Packer(1, 4, document_mask=False)
-    packer.add(np.arange(10, dtype=np.int32)[None], position(0, token=7))
-    packer.add(np.arange(20, 30, dtype=np.int32)[None], position(1, token=8))
-    assert packer.pop()["input_ids"].tolist() == [7, 8, 9, 28]
-
-
 def test_a_position_beyond_the_end_of_its_document_is_refused():
     with pytest.raises(UserError, match="token 7 of a document of 5"):
         Packer(1, 4, document_mask=False).add(np.zeros((1, 5), np.int32), position(0, token=7))

@@ -13,7 +13,7 @@ from noloco_jax.config import DataConfig
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.storage import addresses, retries
-from support.data_makers import check_data, needs_tokenizer, open_streams, write_counting, write_json_lines, write_rows
+from support.data_makers import check_data, open_streams, write_counting, write_json_lines, write_rows
 from support.stores import STORES
 
 BATCHES = 40
@@ -203,18 +203,6 @@ def test_only_the_needed_row_groups_of_a_parquet_file_are_read(tmp_path, start, 
     assert ids[0].tolist() in rows[30:34]  # the second replica begins in the middle, where one row is held out
     size = (tmp_path / "a.parquet").stat().st_size
     assert sum(stop - start for start, stop in server.ranges()) < size / 2
-
-
-def test_a_folder_is_listed_once(tmp_path, start):
-    config = write_data("parquet", tmp_path)
-    server = start("s3")
-    remote = moved_to(config, tmp_path, server.upload(tmp_path))
-    needs_tokenizer(remote)
-    check_data(remote, num_replicas=2)
-    first_ids(remote)
-    listed = [request.query for request in server.requests if "list-type" in request.query]
-    assert len([query for query in listed if "data%2F" in query]) == 1, listed
-    assert len([query for query in listed if "data-validation%2F" in query]) == 1, listed
 
 
 def resume_after(config: DataConfig, clear_caches, change) -> None:

@@ -16,7 +16,6 @@ import pytest
 import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.islands.own_outer import identity_of
-from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.peers import difference
 from noloco_jax.islands.roster import Roster
 from support import processes, warm
@@ -233,13 +232,3 @@ def test_both_processes_of_an_example_exchange_and_end_with_one_model(example, s
     assert float(last[0].rsplit(" ", 1)[1]) >= 0.9
     for output in outputs:
         assert " met " in output and "the mean of 2 of 2 islands" in output
-
-
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_islands_are_paired_like_the_replicas_of_one_program(fragments):
-    names, pairing = ("paris", "berlin", "rome", "oslo"), nj.RandomPairing(4)
-    for number in range(12):
-        for pair in pairing.pool[int(pairing.pool_index(*divmod(number, fragments)))]:
-            one, other = (names[i] for i in pair)
-            assert partner_by(pairing, fragments)(names, number, one) == other
-            assert partner_by(pairing, fragments)(names, number, other) == one

@@ -260,18 +260,5 @@ def test_configs_in_the_form_before_transformers_5_are_read(name, tmp_path):
     assert {field: getattr(read, field) for field in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"head_dim": 7}, "model.head_dim is 7, which rotary embedding cannot pair up"),
-        ({"sliding_window": 0}, "sliding_window=0 is not allowed: give a whole number of at least 1 or None"),
-        ({"hidden_size": 30, "num_heads": 4}, "is not a multiple of model.num_heads=4"),
-    ],
-)
-def test_incompatible_sizes_are_refused(fields, message):
-    with pytest.raises(UserError, match=message):
-        from_dict({"model": fields})
-
-
 def test_heads_need_not_divide_the_hidden_size_with_an_explicit_head_dim():
     assert from_dict({"model": {"hidden_size": 30, "num_heads": 4, "head_dim": 8}}).model.head_size == 8

@@ -49,11 +49,3 @@ def test_an_outer_step_that_cannot_start_leaves_the_state_as_it_was():
     with pytest.raises(MemoryError):
         from_rest(out_of_memory, programs)(params, outer)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, outer)))
-
-
-def test_a_method_without_outer_state_has_none_to_offload():
-    from noloco_jax.config import validate
-    from noloco_jax.errors import UserError
-
-    with pytest.raises(UserError, match=r"outer\.offload=True and method='local' has no outer state"):
-        validate(dataclasses.replace(CONFIG, method="local"))

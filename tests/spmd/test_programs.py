@@ -95,7 +95,7 @@ def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
         {name: rng.integers(0, 32, (2, 8), dtype=np.int32) for name in ("input_ids", "labels")} for _ in range(6)
     ]
     batches[2]["labels"][0, :5] = -100  # batches weigh by their number of labels
-    figures = evaluate(programs, placed, Validation(batches))
+    figures = evaluate(programs, placed, Validation(batches, {"web": batches[1:]}))
 
     def mean_loss(weights: Any) -> Any:
         """Return each replica's mean loss on all batches, one at a time."""
@@ -110,6 +110,9 @@ def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
     )
     np.testing.assert_allclose(figures["perplexity_replicas"], np.exp(mean_loss(placed)), rtol=1e-5)
     assert figures["perplexity"] == pytest.approx(np.exp(mean_loss(placed).mean()), rel=1e-5)
+    alone = evaluate(programs, placed, Validation(batches[1:]))  # a source by itself
+    for name in ("perplexity", "perplexity_merged"):
+        assert figures[f"{name}_by_source"] == {"web": pytest.approx(alone[name], rel=1e-6)}
     assert figures["replica_spread"] == pytest.approx(replica_spread(jax.tree.leaves(params)), rel=1e-6)
 
 

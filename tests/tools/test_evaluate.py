@@ -147,6 +147,7 @@ def test_bits_per_byte_of_short_documents_count_the_bytes_that_were_scored_where
         (["--data=text.txt", "--sequence_length=0"], "--sequence_length=0 is below 1"),
         (["--data=text.txt", "--replica=0"], "--replica=0 is of a run"),
         (["--data=large.parquet"], "259"),
+        (["--data=lines.jsonl"], "give --text_column the name of the text's"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line_before_weights_are_read(folder, tmp_path, monkeypatch, flags, message):
@@ -154,6 +155,7 @@ def test_wrong_input_is_refused_in_one_line_before_weights_are_read(folder, tmp_
     monkeypatch.setattr(given_model, "load_params", lambda *_: pytest.fail("weights are read"))
     (tmp_path / "text.txt").write_text("a text that is no JSON")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"body": "a text"}))
     pq.write_table(pa.table({"input_ids": [[1, 300]], "label": [[300, 1]]}), tmp_path / "large.parquet")
     with pytest.raises(UserError, match=message) as caught:
         evaluate.main([f"--model={folder}", "--tokenizer=byte", *flags])
@@ -221,9 +223,3 @@ def test_the_model_s_settings_of_training_do_not_stand_in_the_way(config, tmp_pa
     [first, _] = make_run(tmp_path, stages)
     (row,) = rows(capsys, f"--workdir={tmp_path}", "--replica=0")
     assert_row(row, expected(first, *TEXTS))
-
-
-def test_a_missing_text_column_is_told_with_the_flag_that_names_it(run, tmp_path):
-    (tmp_path / "lines.jsonl").write_text(json.dumps({"body": "a text"}))
-    with pytest.raises(UserError, match="give --text_column the name of the text's"):
-        evaluate.main([f"--workdir={run[0]}", f"--data={tmp_path / 'lines.jsonl'}"])

@@ -44,18 +44,12 @@ def continuation(params, text, **kwargs):
     return ByteTokenizer().decode(np.asarray(ids_BS)[0])
 
 
-def test_a_replica_of_a_run_continues_the_prompt(run, capsys):
-    workdir, replicas = run
-    for replica, params in enumerate(replicas):
-        text = printed(capsys, f"--workdir={workdir}", f"--replica={replica}", "--prompt=def f", "--max_new_tokens=9")
-        assert text == continuation(params, "def f") and text.startswith("def f")
-
-
-def test_the_mean_of_all_replicas_continues_the_prompt_by_default(run, capsys):
+def test_a_replica_or_by_default_their_mean_continues_the_prompt(run, capsys):
     workdir, replicas = run
     mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *replicas)
-    text = printed(capsys, f"--workdir={workdir}", "--prompt=def f", "--max_new_tokens=9")
-    assert text == continuation(mean, "def f")
+    for params, flags in [(replicas[0], ["--replica=0"]), (replicas[1], ["--replica=1"]), (mean, [])]:
+        text = printed(capsys, f"--workdir={workdir}", "--prompt=def f", "--max_new_tokens=9", *flags)
+        assert text == continuation(params, "def f") and text.startswith("def f")
 
 
 def test_a_folder_continues_the_prompt_and_the_seed_decides_the_draws(folder, capsys):

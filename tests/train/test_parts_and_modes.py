@@ -68,7 +68,7 @@ IN_PAIRS = No("islands meet in pairs|they meet in pairs")
 CARRIED: dict[str, Any] = {"momentum_of": "corrections", "momentum": 0.3}
 BEST: dict[str, Any] = {"wire": "modulo4", "fragments": 4, "order": "hypercube", "lr": 1.0, **CARRIED}
 TABLE = {
-    "pairs (noloco)": Row(SAME, SAME, SAME, (Setting(every(), (VIRTUAL, CUBE)),)),
+    "pairs (noloco)": Row(SAME, SAME, SAME, (Setting(every(), (VIRTUAL,)),)),
     "groups of more than two": Row(SAME, SAME, IN_PAIRS, (Setting(every(group_size=4, wire="int8"), (STAGES,)),)),
     "epidemic, diloco, sparseloco": Row(
         SAME,
@@ -89,10 +89,7 @@ TABLE = {
         SAME,
         SAME,
         SAME,
-        (
-            Setting(every(wire="bfloat16"), (CUBE,)),
-            Setting(every(wire="int8", fragments=2)),
-        ),
+        (Setting(every(wire="int8", fragments=2), (CUBE,)),),
     ),
     "quantized: modulo4": Row(SAME, SAME, SAME, (Setting(every(4, **BEST), (STAGES,)),)),
     "exchange overlaps training": Row(

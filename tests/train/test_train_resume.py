@@ -39,22 +39,6 @@ def test_an_offloaded_run_killed_at_a_step_and_during_a_save_ends_bitwise_as_one
     processes.assert_equal_runs(workdir, uninterrupted)
 
 
-def test_a_termination_signal_saves_exits_with_status_75_and_resumes_bitwise(config, uninterrupted):
-    workdir = config.parent / "signalled"
-    run = processes.start(config, workdir, seconds_per_step=0.2)
-    processes.wait_until(processes.reached(workdir, 4), run)
-    run[0].send_signal(signal.SIGTERM)
-    [(status, output)] = processes.finish(run)
-    assert status == 75, output
-    assert "everything is saved" in output
-    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
-    assert saved >= 4
-    [(status, output)] = processes.run(config, workdir)
-    assert status == 0, output
-    assert f"resuming from the checkpoint of step {saved}" in output
-    processes.assert_equal_runs(workdir, uninterrupted)
-
-
 def test_a_closed_stdout_pipe_neither_stops_nor_changes_the_run(config, uninterrupted):
     workdir = config.parent / "unread"
     [run] = processes.start(config, workdir, seconds_per_step=0.1)
