@@ -18,6 +18,7 @@ from noloco_jax.spmd.programs import build_programs
 from noloco_jax.train import training as trainer
 from support import tiny_model
 from support.oracle import noloco_step, replica_spread
+from support.paths import CONFIGS
 
 TINY = {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "vocab_size": 32}
 
@@ -182,3 +183,26 @@ def test_gradients_are_clipped_to_the_norm_and_with_ddp_after_averaging(method):
     assert (np.asarray(metrics.grad_norm) > 1e-2).all()  # the norm before clipping
     alike = all(np.array_equal(g[0], g[1]) for g in clipped)
     assert alike == (method == "ddp")
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@pytest.mark.parametrize(("size", "num_devices"), [("125m", 8), ("1b", 1), ("7b", 8)])
+def test_every_program_accepts_a_state_beyond_32_bit_sizes(size, num_devices):
+    config = from_dict(load_config(str(CONFIGS / f"c4_{size}.py"), []))
+    programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+    params, inner, outer = programs.state
+    assert sum(x.size for x in jax.tree.leaves(params)) > 2**30
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    assert programs.outer_step is not None
+
+    assert shapes(jax.eval_shape(programs.init, jax.eval_shape(jax.random.key, 0))) == shapes(programs.state)
+    trained = jax.eval_shape(programs.inner_step, params, inner, programs.batch, step)
+    assert shapes(trained[:2]) == shapes((params, inner))
+    assert shapes(jax.eval_shape(programs.outer_step, params, outer)) == shapes((params, outer))
+    assert shapes(jax.eval_shape(programs.merge, params)) == shapes(params)
+    assert jax.eval_shape(programs.spread, params).shape == ()
+    loss, number = jax.eval_shape(programs.evaluate, params, programs.batch)
+    assert loss.shape == number.shape == (config.num_replicas,)
