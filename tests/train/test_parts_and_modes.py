@@ -82,16 +82,15 @@ TABLE = {
         ),
     ),
     "inner optimizer": Row("outer/test_loop", "spmd/test_layouts", "islands/test_training"),
-    "fragments, hypercube order, momentum of corrections": Row(
-        SAME, SAME, SAME, (Setting(every(4, fragments=4, order="hypercube", **CARRIED)),)
-    ),
+    # The settings of modulo4 test these too.
+    "fragments, hypercube order, momentum of corrections": Row(SAME, SAME, SAME),
     "quantized: bfloat16, int8, int4": Row(
         SAME,
         SAME,
         SAME,
         (Setting(every(wire="int8", fragments=2), (CUBE,)),),
     ),
-    "quantized: modulo4": Row(SAME, SAME, SAME, (Setting(every(4, **BEST), (STAGES,)),)),
+    "quantized: modulo4": Row(SAME, SAME, SAME, (Setting(every(4, **BEST)),)),
     "exchange overlaps training": Row(
         SAME,
         SAME,
