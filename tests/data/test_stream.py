@@ -180,31 +180,26 @@ def test_file_versions_on_a_server_are_compared_where_both_sides_have_them(tmp_p
         stream.set_state(state | {"source": stream.source | {"file versions": "1"}})
 
 
-def test_a_state_of_text_in_another_field_is_refused(tmp_path):
-    documents = [{"text": f"{10 * k} 9", "body": f"{10 * k} 9"} for k in range(9)]
-    (tmp_path / "0.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    pq.write_table(pa.Table.from_pylist(documents), tmp_path / "0.parquet")
-    for kind in ("jsonl", "parquet"):
-        config = DataConfig(kind=kind, path=str(tmp_path), sequence_length=4, batch_size=1)
-        (text,), (body,) = open_streams(config, 1), open_streams(replace(config, text_column="body"), 1)
-        with pytest.raises(UserError, match="text column 'text', this run's has 'body'"):
-            body.set_state(text.get_state())
-
-
 class OtherTokenizer(CountingTokenizer):
     fingerprint = "other"
 
 
-def test_a_state_of_another_tokenization_is_refused(tmp_path):
-    config, _ = write_counting("jsonl", tmp_path / "data", 23)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_state_of_texts_that_were_read_otherwise_is_refused_by_name(tmp_path, kind):
+    texts = [{"text": f"{10 * k} 9", "body": f"{10 * k} 9"} for k in range(9)]
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps(document) + "\n" for document in texts))
+    pq.write_table(pa.Table.from_pylist(texts), tmp_path / "0.parquet")
+    config = DataConfig(kind=kind, path=str(tmp_path), sequence_length=4, batch_size=1)
     (stream,) = open_streams(config, 1)
-    for field in ("add_bos", "add_eos"):
-        (other,) = open_streams(replace(config, **{field: True}), 1)
-        with pytest.raises(UserError, match=f"{field} False, this run's has True"):
+    for fields, tokenizer, told in (
+        ({"text_column": "body"}, None, "text column 'text', this run's has 'body'"),
+        ({"add_bos": False}, None, "add_bos True, this run's has False"),
+        ({"add_eos": False}, None, "add_eos True, this run's has False"),
+        ({}, OtherTokenizer(), "tokenizer 'counting', this run's has 'other'"),
+    ):
+        (other,) = open_streams(replace(config, **fields), 1, tokenizer)
+        with pytest.raises(UserError, match=told):
             other.set_state(stream.get_state())
-    (other,) = open_streams(config, 1, OtherTokenizer())
-    with pytest.raises(UserError, match="tokenizer 'counting', this run's has 'other'"):
-        other.set_state(stream.get_state())
 
 
 def test_a_state_of_stored_tokens_ignores_the_tokenizer(tmp_path):

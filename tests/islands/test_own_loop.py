@@ -84,10 +84,11 @@ def in_one_program(outer: Callable[..., Any]) -> dict[str, np.ndarray]:
     return params
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 2, "wire": "modulo4"}])
-def test_islands_in_a_users_loop_match_an_optax_loop_and_merge_into_the_mean(options, roster, tmp_path):
+def test_islands_in_a_users_loop_match_an_optax_loop_and_merge_into_the_mean(roster, tmp_path):
+    """`train/test_parts_and_modes` compares islands of whole messages with an own loop."""
+
     def outer(*pairing: Any) -> Any:
-        return nj.noloco(*pairing, sync_every=5, **options)
+        return nj.noloco(*pairing, sync_every=5, fragments=2, wire="modulo4")
 
     found, expected = trained(roster, tmp_path, outer), in_one_program(outer)
     for number, name in enumerate(NAMES):

@@ -164,8 +164,8 @@ def oracle(config, params, batch, step):
     return losses, np.sqrt(sum(squares))
 
 
-@pytest.mark.parametrize("config", [run_config(2), run_config(4, num_microbatches=4)], ids=[2, 4])
-def test_random_routing_equals_the_one_by_one_oracle(config):
+def test_random_routing_equals_the_one_by_one_oracle():
+    config = run_config(4, num_microbatches=4)
     losses, norms, _, _ = trajectory(config, 1)
     params = init_params(config.model, jax.random.key(0))
     expected_losses, expected_norms = oracle(config, params, batches(4, config.model.vocab_size)[0], jnp.int32(1))
@@ -237,17 +237,16 @@ def test_a_token_outside_the_vocabulary_makes_the_loss_nan_in_every_layout(token
     assert np.isnan(np.asarray(nll_N)).tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_the_heads_gradient_is_not_kept_for_every_microbatch(num_devices):
+def test_the_heads_gradient_is_not_kept_for_every_microbatch():
     def temporaries(num_microbatches: int) -> int:
         config = run_config(2, num_microbatches=num_microbatches, remat="stage")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=16384))
-        programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+        programs = build_programs(config, make_mesh(config, jax.devices()))
         step = jax.ShapeDtypeStruct((), jnp.int32)
         lowered = programs.inner_step.lower(programs.state.params, programs.state.inner, programs.batch, step)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    gradient = 4 * 16384 * run_config(2).model.hidden_size * (N if num_devices == 1 else 1)
+    gradient = 4 * 16384 * run_config(2).model.hidden_size
     assert temporaries(4) < temporaries(1) + gradient
 
 
