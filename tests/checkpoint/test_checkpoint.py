@@ -1,7 +1,9 @@
 """Checkpoints: saving a state and restoring it on any mesh and with any number of replicas."""
 
+import asyncio
 import dataclasses
 import errno
+import gc
 import json
 import weakref
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from noloco_jax.checkpoint import elastic
+from noloco_jax.checkpoint.quiet import quiet_saves
 from noloco_jax.checkpoint.saved import SavedShape
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
@@ -332,3 +335,19 @@ def test_restore_params_removes_the_vocabulary_padding_of_stages(tmp_path):
         params = checkpoints.open(3).params()
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+def test_further_failed_writes_of_a_save_are_not_logged(caplog):
+    async def write() -> None:
+        raise ValueError("no space left")
+
+    async def save() -> None:
+        writes = [asyncio.create_task(write()) for _ in range(3)]
+        await asyncio.wait(writes)
+        writes[0].result()
+
+    quiet_saves()
+    with pytest.raises(ValueError):
+        asyncio.run(save())
+    gc.collect()  # asyncio logs an unretrieved exception when its task is collected
+    assert not caplog.records

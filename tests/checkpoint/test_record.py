@@ -1,4 +1,4 @@
-"""Settings that a run may change on resume, and records of runs."""
+"""Settings that a run may change on resume, records of runs, and their throughput."""
 
 import json
 from dataclasses import replace
@@ -12,6 +12,7 @@ from noloco_jax.checkpoint.record import (
     version_changes,
     write_start,
 )
+from noloco_jax.checkpoint.totals import Throughput
 from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unchecked
 from noloco_jax.errors import UserError
 
@@ -110,3 +111,24 @@ def test_a_start_saves_its_config(tmp_path):
     for config in (CONFIG, OTHER):
         write_start(config, tmp_path)
         assert load_saved(tmp_path) == config
+
+
+def test_throughput_is_the_windows_tokens_over_its_seconds():
+    now = [0.0]
+    meter = Throughput(window=2, clock=lambda: now[0])
+    assert meter.tokens_per_second == 0.0
+    for seconds in (10.0, 1.0, 3.0):  # the first falls out of the window
+        now[0] += seconds
+        meter.step(100)
+    assert meter.tokens_per_second == 200 / 4.0
+
+
+def test_throughput_excludes_everything_before_a_reset():
+    now = [0.0]
+    meter = Throughput(clock=lambda: now[0])
+    meter.step(100)
+    now[0] = 50.0
+    meter.reset()
+    now[0] = 52.0
+    meter.step(100)
+    assert meter.tokens_per_second == 50.0
