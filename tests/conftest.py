@@ -30,7 +30,7 @@ UNIT = (
 )
 # Tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.
 GPU = (
-    *("model/test_golden", "model/test_attention", "model/test_document_mask", "model/test_decode"),
+    *("model/test_golden", "model/test_attention", "model/test_decode"),
     *("outer/test_golden", "outer/test_rules", "outer/test_fragments", "outer/test_sparseloco"),
     *(
         "exchange/test_modulo",

@@ -1,4 +1,4 @@
-"""Commands of the READMEs, run in order as a page's reader would, with a small model."""
+"""Commands of the READMEs, run in order as a page's reader would, with a small model; links and names of all pages."""
 
 import importlib
 import re
@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config.schema import field_at
 from support.data_makers import write_c4
-from support.paths import ROOT
-from support.readmes import READMES
+from support.paths import ROOT, TOOLS
+from support.readmes import PAGES, READMES
 from support.texts import lines_of_words
 
 MODEL = [
@@ -130,3 +132,41 @@ def test_a_documented_command_runs(folder, command, monkeypatch, capsys):
     assert not status, output
     for line in command.printed:
         assert line in output.out
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def anchors(page) -> set[str]:
+    """Return the anchors that GitHub gives a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_every_relative_link_resolves(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@every_page
+def test_commands_name_tools_files_and_fields_that_exist(page):
+    text = page.read_text()
+    examples = {f"examples.{path.stem}" for path in (ROOT / "noloco_jax/examples").glob("[!_]*.py")}
+    assert set(re.findall(r"python -m noloco_jax\.([a-z]+(?:\.[a-z]+)?)", text)) <= {
+        *TOOLS,
+        *examples,
+        *("bench.exogym", "config.reference"),
+    }
+    for file in re.findall(r"\b(?:launch|configs)/\w+\.(?:sh|py|yaml|sbatch|png)", text):
+        assert (ROOT / file).exists(), file
+    for path in re.findall(r"--config\.([a-z_.]+)", text):
+        assert path.startswith("data.mixture.") or field_at(TrainConfig, path), path
+    for path in re.findall(r"\b((?:outer|inner|data|mesh|model)\.[a-z_]+)=", text):
+        assert field_at(TrainConfig, path), path
