@@ -27,14 +27,6 @@ KINDS = ["jsonl", "parquet", "text"]
 BYTE = load_tokenizer("byte")
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    """Return the list of retry delays in seconds, which are recorded instead of waited for."""
-    waited = []
-    monkeypatch.setattr(retries, "sleep", waited.append)
-    return waited
-
-
 def failing(times, number):
     """Return a read that raises OSError with errno `number` for `times` calls, then returns "content"."""
     errors = iter([OSError(number, os.strerror(number))] * times)

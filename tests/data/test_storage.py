@@ -12,10 +12,11 @@ import pytest
 from noloco_jax.config import DataConfig
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.storage import addresses, retries
+from noloco_jax.storage import addresses
 from support.data_makers import check_data, open_streams, write_counting, write_json_lines, write_rows
 from support.stores import STORES
 
+pytestmark = pytest.mark.usefixtures("waits")
 BATCHES = 40
 _RESOLVED = "{repo_id}/resolve/{revision}/{filename}"
 
@@ -74,14 +75,6 @@ def clear_caches():
     forget()
     yield forget
     forget()
-
-
-@pytest.fixture(autouse=True)
-def waits(monkeypatch):
-    """Return the list of retry delays in seconds, which are recorded instead of waited for."""
-    waited = []
-    monkeypatch.setattr(retries, "sleep", waited.append)
-    return waited
 
 
 def moved_to(config: DataConfig, root: Path, address: str) -> DataConfig:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import ModelConfig, RopeScaling
-from noloco_jax.model import huggingface
+from noloco_jax.model import huggingface, kind
 from noloco_jax.model.cache import Cache
 from noloco_jax.model.decode import generate
 from noloco_jax.model.llama import Llama
@@ -30,30 +30,42 @@ def params():
     return random_params(CONFIG, scale=0.3)
 
 
-def greedy_without_cache(config, params, prompt_BP, count):
-    forward = jax.jit(lambda params, ids_BS: Llama.from_params(config, params)(ids_BS))
-    # Later positions are zeros; causal attention hides them from earlier ones.
-    ids_BS = np.pad(prompt_BP, ((0, 0), (0, count)))
-    for position in range(prompt_BP.shape[1], ids_BS.shape[1]):
-        ids_BS[:, position] = np.argmax(forward(params, ids_BS)[:, position - 1], axis=-1)
-    return ids_BS
+def assert_greedy(config, params, prompts_BP, count):
+    """Check that each new token is the argmax of a plain forward pass over those before it."""
+    ids_BS = np.asarray(generate(config, params, prompts_BP, max_new_tokens=count))
+
+    @jax.jit
+    def logits(params, ids_BT):
+        model = kind.from_params(config, params)
+        return model.logits(model.hidden(ids_BT))
+
+    length = prompts_BP.shape[1]
+    np.testing.assert_array_equal(ids_BS[:, :length], prompts_BP)
+    expected_BT = np.argmax(logits(params, ids_BS[:, :-1]), axis=-1)
+    np.testing.assert_array_equal(ids_BS[:, length:], expected_BT[:, length - 1 :])
+
+
+EVERY_PART = {"head_dim": 12, "qkv_bias": True, "qk_norm": True, "sliding_window": 5}
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {},
-        {"tie_embeddings": False},
-        {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)},
+        {"tie_embeddings": False, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)},
+        {"tie_embeddings": False, **EVERY_PART},
+        {"tie_embeddings": False, "kind": "moe", "qk_norm": True, "num_experts": 6, "experts_per_token": 2},
+        {"tie_embeddings": False, "kind": "support.own_model:Model"},
     ],
-    ids=["tied", "untied", "llama3_rope"],
+    ids=["tied", "llama3_rope", "every part", "experts", "a user's own"],
 )
-def test_cached_greedy_decoding_is_the_argmax_of_the_plain_forward_pass(params, change):
+def test_cached_greedy_decoding_is_the_argmax_of_the_plain_forward_pass(change):
     config = dataclasses.replace(CONFIG, **change)
-    if not config.tie_embeddings:
-        params = params | {"head": jax.random.normal(jax.random.key(1), (32, 61))}
-    ids_BS = generate(config, params, PROMPTS_BP, max_new_tokens=12)
-    np.testing.assert_array_equal(ids_BS, greedy_without_cache(config, params, PROMPTS_BP, 12))
+    assert_greedy(config, random_params(config, scale=0.3), PROMPTS_BP, 12)
+
+
+def test_a_prompt_of_one_token_and_one_new_token_work(params):
+    assert_greedy(CONFIG, params, PROMPTS_BP[:, :1], 1)
 
 
 def test_hidden_states_computed_in_pieces_with_a_cache_equal_the_whole(params):
@@ -80,11 +92,6 @@ def test_cache_entries_beyond_its_length_are_ignored(params):
         return Llama.from_params(CONFIG, params).hidden(jnp.asarray(PROMPTS_BP), cache)
 
     np.testing.assert_array_equal(hidden(params, 3.0), hidden(params, 0.0))
-
-
-def test_a_prompt_of_one_token_and_one_new_token_work(params):
-    ids_BS = generate(CONFIG, params, PROMPTS_BP[:, :1], max_new_tokens=1)
-    np.testing.assert_array_equal(ids_BS, greedy_without_cache(CONFIG, params, PROMPTS_BP[:, :1], 1))
 
 
 def test_generation_does_not_use_cudnn(params, monkeypatch):

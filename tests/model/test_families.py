@@ -21,7 +21,6 @@ from noloco_jax.config import ModelConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model import kind
 from noloco_jax.model.attention import causal_attention
-from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from noloco_jax.model.llama import Llama
 from support.model_makers import random_params
@@ -206,18 +205,6 @@ def test_cudnn_gets_the_window_as_a_length_or_with_documents_in_the_mask(monkeyp
     causal_attention(x_BTHK, x_BTHK, x_BTHK, jnp.zeros((1, 4), jnp.int32), 2)
     assert given["local_window_size"] is None
     np.testing.assert_array_equal(given["mask"][0, 0] & np.tri(4, dtype=bool), np.tri(4) - np.tri(4, k=-2))
-
-
-def test_cached_decoding_past_the_window_is_the_argmax_of_the_plain_forward_pass():
-    params = random_params(EVERYTHING, scale=0.3)
-    ids_BS = np.asarray(generate(EVERYTHING, params, np.asarray([[3, 14, 15], [9, 2, 6]]), max_new_tokens=12))
-    logits_BTV = jax.jit(lambda params, ids_BT: Llama.from_params(EVERYTHING, params)(ids_BT))(params, ids_BS[:, :-1])
-    np.testing.assert_array_equal(ids_BS[:, 3:], np.argmax(logits_BTV, axis=-1)[:, 2:])
-
-
-def test_muon_takes_no_bias_and_no_norm():
-    taken = {path[-1] for path in kind.muons(EVERYTHING)}
-    assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
 
 
 def test_the_memory_estimate_grows_by_four_arrays_of_the_heads_extra_width():

@@ -204,9 +204,12 @@ def test_the_vocabulary_of_a_state_with_any_prefix_is_padded():
     jax.tree.map(np.testing.assert_array_equal, resize_vocabulary(OWN, wide, 24)["mu"], params)
 
 
-def test_muon_takes_matrices_but_no_embedding_or_head():
+def test_muon_takes_matrices_but_no_embedding_head_bias_norm_or_router():
     assert kind.muons(OWN) == {("turn",)}
     assert kind.muons(LAYERED) == {("gates", "share")}
+    for change in ({"qkv_bias": True}, {"kind": "moe", "num_experts": 4}):
+        taken = {path[-1] for path in kind.muons(ModelConfig(qk_norm=True, **change))}
+        assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
 
 
 def test_operations_are_counted_by_the_weights_of_the_matrices():

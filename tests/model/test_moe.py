@@ -16,7 +16,6 @@ from flax import nnx
 from noloco_jax.config import MeshConfig, ModelConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.model import kind
-from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.moe import Moe, MoeBlock, _mixed
 from noloco_jax.spmd.mesh import make_mesh
@@ -173,13 +172,6 @@ def test_the_load_balancing_loss_is_a_term_of_the_mean_loss_whatever_labels_are_
     np.testing.assert_allclose(term(masked), term(batch["labels"]), rtol=1e-5)
 
 
-def test_cached_decoding_is_the_argmax_of_the_plain_forward_pass():
-    params = random_params(MODEL, scale=0.3)
-    ids_BS = np.asarray(generate(MODEL, params, np.asarray([[3, 14, 15], [9, 2, 6]]), max_new_tokens=8))
-    logits_BTV = jax.jit(lambda params, ids_BT: Moe.from_params(MODEL, params)(ids_BT))(params, ids_BS[:, :-1])
-    np.testing.assert_array_equal(ids_BS[:, 3:], np.argmax(logits_BTV, axis=-1)[:, 2:])
-
-
 def test_fragments_cut_experts_biases_and_norms_along_their_hidden_dimension():
     """The embedding (vocabulary, hidden) along its columns; what has no hidden dimension along its last."""
     cuts = jax.tree.map_with_path(
@@ -188,11 +180,6 @@ def test_fragments_cut_experts_biases_and_norms_along_their_hidden_dimension():
     last = dict.fromkeys(("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "attention_norm", "mlp_norm"), 1)
     blocks = last | {"q": 1, "k": 1, "v": 1, "o": 2, "router": 1, "gate": 2, "up": 2, "down": 3}
     assert cuts == {"embed": 1, "blocks": blocks, "norm": 0, "head": 0}
-
-
-def test_muon_takes_experts_and_no_router():
-    taken = {path[-1] for path in kind.muons(MODEL)}
-    assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
 
 
 def test_active_parameters_and_operations_count_only_a_tokens_experts():

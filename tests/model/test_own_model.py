@@ -6,15 +6,11 @@ Most other tests train one too, `support/tiny_model.py`: in a user's loop, one p
 import dataclasses
 import itertools
 
-import jax
 import numpy as np
 
 from noloco_jax.config import MeshConfig, TrainConfig
-from noloco_jax.model import kind
-from noloco_jax.model.decode import generate
 from support import modes, processes
 from support.inner_steps import losses
-from support.model_makers import random_params
 from support.readmes import python_examples
 
 KIND = "support.own_model:Model"
@@ -40,19 +36,6 @@ def test_stages_on_their_own_devices_train_like_stages_on_one():
         for num_devices in (2, 1)
     ]
     np.testing.assert_allclose(*found, rtol=1e-5)
-
-
-def test_generation_is_the_argmax_of_the_plain_forward_pass():
-    config = own(modes.CONFIG).model
-    params = random_params(config)
-    ids = np.asarray(generate(config, params, np.asarray([[5, 9, 2]]), max_new_tokens=6))[0]
-
-    @jax.jit
-    def logits(params, ids_BT):
-        model = kind.from_params(config, params)
-        return model.logits(model.hidden(ids_BT))
-
-    np.testing.assert_array_equal(ids[3:], np.argmax(logits(params, ids[None, :-1])[0], axis=-1)[2:])
 
 
 def test_the_readmes_model_trains_by_its_name_alone(config):
