@@ -31,10 +31,10 @@ with joined(place, json.loads(config), float(seconds)) as num_processes:
 """
 
 
-def start(then: str = "", *values: str, config: str = "{}", seconds: int = 60, **place: str) -> subprocess.Popen[str]:
+def start(then: str = "", *values: str, config: str = "{}", seconds: str = "60", **place: str) -> subprocess.Popen[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM + textwrap.indent(then, "    "), config, str(seconds), *values],
+        [sys.executable, "-c", PROGRAM + textwrap.indent(then, "    "), config, seconds, *values],
         env=inherited | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | place,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -55,7 +55,7 @@ def run_both(then: str, *arguments: str) -> list[tuple[int, str]]:
 
 def test_a_missing_process_ends_the_others_with_one_line_and_status_1():
     """By itself, JAX would abort them with a signal."""
-    [(status, output)] = processes.finish([start(seconds=2, **given(f"127.0.0.1:{free_port()}", 0))])
+    [(status, output)] = processes.finish([start(seconds="2", **given(f"127.0.0.1:{free_port()}", 0))])
     assert status == 1, output
     assert output.splitlines()[-1].startswith("error: the processes of the run did not come together within 2 s: start")
     assert "JOINED" not in output

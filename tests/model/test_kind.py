@@ -207,8 +207,8 @@ def test_the_vocabulary_of_a_state_with_any_prefix_is_padded():
 def test_muon_takes_matrices_but_no_embedding_head_bias_norm_or_router():
     assert kind.muons(OWN) == {("turn",)}
     assert kind.muons(LAYERED) == {("gates", "share")}
-    for change in ({"qkv_bias": True}, {"kind": "moe", "num_experts": 4}):
-        taken = {path[-1] for path in kind.muons(ModelConfig(qk_norm=True, **change))}
+    for model in (ModelConfig(qk_norm=True, qkv_bias=True), ModelConfig(qk_norm=True, kind="moe", num_experts=4)):
+        taken = {path[-1] for path in kind.muons(model)}
         assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
 
 

@@ -177,8 +177,8 @@ def test_hyperparameters_may_be_injected_and_leave_outer_steps_conditional():
     rate = optax.linear_schedule(0.3, 0.1, 10)  # 0.28 at the second step
     injected = optax.inject_hyperparams(nj.noloco)(nj.RandomPairing(N), outer_lr=rate, consensus=0.2, sync_every=2)
     plain, params, inner = noloco(outer_lr=0.28, consensus=0.2, sync_every=2), random_tree(0, N), random_tree(1, N)
-    state, before = jax.vmap(injected.init)(params), jax.vmap(plain.init)(params)
-    update = jax.vmap(injected.update, axis_name="replica")
+    state: Any = jax.vmap(injected.init)(params)
+    before, update = jax.vmap(plain.init)(params), jax.vmap(injected.update, axis_name="replica")
     assert has_branch(update, inner, state, params)
     for _ in range(2):
         updates, state = jax.jit(update)(inner, state, params)
