@@ -47,7 +47,7 @@ ADDED = {
 DRY = ["--config.data.path=c4/en", "--config.data.tokenizer=byte", "--workdir=runs/dry"]  # the page's model, small data
 # Tools whose commands take minutes, set the number of devices or need peers, and the tests that run them.
 ELSEWHERE = {
-    "communication": "communication/test_command.py",
+    "communication": "communication/test_report.py",
     "bench": "bench/test_command.py",
     "island status": "islands/test_status.py",
     "island merge": "islands/test_merge.py",
