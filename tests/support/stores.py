@@ -38,16 +38,14 @@ class Server:
 
     Attributes:
       requests: all that came.
-      faults: what happens to the next requests for parts of files, or to any with `everywhere`: an HTTP status, "cut"
-        (half of the body arrives), "short" (and no more was announced), "stall" (nothing does for three seconds) or
-        None.
+      faults: what happens to the next requests for parts of files: an HTTP status, "cut" (half of the body arrives),
+        "stall" (nothing does for three seconds) or None.
     """
 
     def __init__(self, app: App):
         self._app = app
         self.requests: list[Request] = []
         self.faults: deque[int | str | None] = deque()
-        self.everywhere = False
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self.address = f"http://127.0.0.1:{self._server.server_port}"
@@ -66,20 +64,14 @@ class Server:
         asked = headers.get("range", "").removeprefix("bytes=").split("-")
         part = (int(asked[0]), int(asked[1]) + 1) if len(asked) == 2 else None
         self.requests.append(Request(unquote(environ["PATH_INFO"]), environ["QUERY_STRING"], part, headers))
-        fault = self.faults.popleft() if self.faults and (part or self.everywhere) else None
+        fault = self.faults.popleft() if self.faults and part else None
         if isinstance(fault, int):
             respond(f"{fault} Fault", [("Content-Length", "0")])
             return [b""]
         if fault == "stall":
             time.sleep(3.0)
-        if fault not in ("cut", "short"):
-            return list(self._app(environ, respond))
-
-        def respond_short(status: str, headers: list[tuple[str, str]]) -> None:
-            respond(status, [(key, str(int(v) // 2) if key == "Content-Length" else v) for key, v in headers])
-
-        whole = b"".join(self._app(environ, respond_short if fault == "short" else respond))
-        return [whole[: len(whole) // 2]]
+        whole = b"".join(self._app(environ, respond))
+        return [whole[: len(whole) // 2] if fault == "cut" else whole]
 
 
 # Some owner, whose signature moto does not look at; nobody else may change what is there.
