@@ -55,9 +55,9 @@ def _quasi_hyperbolic(decay: float, share: float) -> optax.GradientTransformatio
     sums = optax.trace(decay)
     weight = decay if share == decay else share * (1 - decay) / (1 - share)  # exactly Nesterov's
 
-    def update(gradients: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        sum_of_gradients, state = sums.update(gradients, state, params)
-        return jax.tree.map(lambda g, m: g + weight * m, gradients, sum_of_gradients), state
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        sum_of_gradients, state = sums.update(updates, state, params)
+        return jax.tree.map(lambda g, m: g + weight * m, updates, sum_of_gradients), state
 
     return optax.GradientTransformation(sums.init, update)
 
