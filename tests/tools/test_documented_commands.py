@@ -1,6 +1,8 @@
 """Commands of the READMEs, run in order as a page's reader would, with a small model; links and names of all pages."""
 
+import contextlib
 import importlib
+import io
 import re
 import shlex
 from collections.abc import Sequence
@@ -118,20 +120,46 @@ def test_every_documented_tool_is_run_here_or_by_the_named_test():
         assert (ROOT / "tests" / test).exists()
 
 
-@pytest.mark.filterwarnings("ignore:the run is estimated at")  # of a dry run for larger machines
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}-{command.tool}")
-def test_a_documented_command_runs(folder, command, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+class Reader:
+    """Runs the pages' commands in order, each once; a test of one command runs those before it too."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.results: list[tuple[int | Exception, str]] = []
+
+    def result_of(self, position: int) -> tuple[int | Exception, str]:
+        """Return a command's exit status, or what it raised, and its standard output."""
+        for command in COMMANDS[len(self.results) : position + 1]:
+            with contextlib.chdir(self.folder), contextlib.redirect_stdout(io.StringIO()) as output:
+                try:
+                    status = run(command)
+                except Exception as error:  # shown by this command's test
+                    status = error
+            self.results.append((status, output.getvalue()))
+        return self.results[position]
+
+
+def run(command: Command) -> int:
     added = DRY if "--dry_run" in command.arguments else ADDED[command.tool]
     if "--config.data.kind=parquet" in command.arguments:  # what `tokenize` has written
         added = [flag for flag in added if not flag.startswith("--config.data.path=")]
     module, *subcommand = command.tool.split()
     main = importlib.import_module(f"noloco_jax.{module}.command").main
-    status = main([*subcommand, *command.arguments, *added])
-    output = capsys.readouterr()
+    return main([*subcommand, *command.arguments, *added])
+
+
+@pytest.fixture(scope="module")
+def reader(folder) -> Reader:
+    return Reader(folder)
+
+
+@pytest.mark.filterwarnings("ignore:the run is estimated at")  # of a dry run for larger machines
+@pytest.mark.parametrize("position", range(len(COMMANDS)), ids=[f"{one.page}-{one.tool}" for one in COMMANDS])
+def test_a_documented_command_runs(reader, position):
+    status, output = reader.result_of(position)
     assert not status, output
-    for line in command.printed:
-        assert line in output.out
+    for line in COMMANDS[position].printed:
+        assert line in output
 
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
