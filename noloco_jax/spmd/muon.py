@@ -43,17 +43,17 @@ def muon(
       weight_decay: decoupled weight decay; a step subtracts learning rate · weight_decay · weight.
     """
     return optax.chain(
-        _quasi_hyperbolic(momentum, momentum if share is None else share),
+        _quasi_hyperbolic(momentum, share),
         optax.stateless(lambda updates, _: jax.tree.map_with_path(partial(_orthogonal, model), updates)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
 
 
-def _quasi_hyperbolic(decay: float, share: float) -> optax.GradientTransformation:
+def _quasi_hyperbolic(decay: float, share: float | None) -> optax.GradientTransformation:
     """Map a gradient to share · mean + (1 - share) · gradient, up to a factor, which orthogonalizing drops."""
     sums = optax.trace(decay)
-    weight = decay if share == decay else share * (1 - decay) / (1 - share)  # exactly Nesterov's
+    weight = decay if share is None else share * (1 - decay) / (1 - share)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         sum_of_gradients, state = sums.update(updates, state, params)
