@@ -10,6 +10,7 @@ from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, by_parts, names_of, num_parts, warn_if_sharded
 from noloco_jax.exchange.permute import joined
+from noloco_jax.exchange.swap import is_for_cpus
 from noloco_jax.exchange.wire import Wire, decode, encode
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import Outgoing
@@ -50,11 +51,15 @@ class AllExchange(Exchange):
 
 def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Return the mean over all replicas by an all-reduce, as in DiLoCo's outer step and every step of DDP."""
-    ReplicaAxes.bound(axis_name)
+    leaves, structure = jax.tree.flatten(tree)
+    buffers, cut = leaves, list
+    axes = ReplicaAxes.bound(axis_name)
+    if is_for_cpus():  # gloo reduces arrays one after another, with 2(N−1) round trips each; NCCL takes all at once
+        buffers, cut = joined(leaves, axes)
     for name in reversed(names_of(axis_name)):
         if lax.axis_size(name) > 1:  # XLA's partitioner refuses an all-reduce over one device beside auto axes
-            tree = lax.pmean(tree, name)
-    return tree
+            buffers = lax.pmean(buffers, name)
+    return structure.unflatten(cut(buffers))
 
 
 def _mean_code(wire: Wire, code: jax.Array, axes: ReplicaAxes) -> jax.Array:

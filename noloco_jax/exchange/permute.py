@@ -14,12 +14,11 @@ import numpy as np
 from jax import lax
 
 from noloco_jax.exchange.axes import ReplicaAxes, num_parts
+from noloco_jax.exchange.swap import move
 
 PyTree = Any
 # Float32 arrays of at least this many bytes travel alone, without a copy.
 ALONE = 2**27
-# Destination of a device that sends nothing.
-NOWHERE = -1
 # One exchange between devices: a sequence of (destination of every device, number of replicas that each sends).
 Pattern = tuple[tuple[tuple[int, ...], int], ...]
 
@@ -211,11 +210,8 @@ def _send_along(pattern: Pattern, num_slots: int, device_axes: tuple[str, ...], 
     parts: list[list[Any]] = [[] for _ in arrays]
     start = 0
     for destinations, count in pattern:
-        pairs = [(source, destination) for source, destination in enumerate(destinations) if destination != NOWHERE]
         for x, received in zip(arrays, parts, strict=True):
             part = x if count == num_slots else lax.slice_in_dim(x, start, start + count)
-            if any(source != destination for source, destination in enumerate(destinations)):
-                part = lax.ppermute(part, device_axes, pairs)
-            received.append(part)
+            received.append(move(part, destinations, device_axes))
         start += count
     return [received[0] if len(received) == 1 else jnp.concatenate(received) for received in parts]

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from noloco_jax.data import HostBatch, RunData, Tokenizer
 from noloco_jax.labels import IGNORED_LABEL
@@ -112,13 +113,29 @@ def _replica_losses(programs: Programs, params: PyTree, batches: Sequence[HostBa
 
 
 def _losses(programs: Programs, params: PyTree, rounds: Iterable[Sequence[HostBatch]]) -> np.ndarray:
-    """Return the summed loss and the number of tokens of every replica over its batches, float64 (2, N)."""
+    """Return the summed loss and the number of tokens of every replica over its batches, float64 (2, N).
+
+    Processes add up the figures of their own replicas, and exchange the sums at the end alone: a message for every batch
+    would take its round trips each time.
+    """
     total = np.zeros((2, programs.batch["input_ids"].shape[0]))
     waiting = None
     for part in rounds:
         result = programs.evaluate(params, place_batch(dict(enumerate(part)), programs.batch))
         # At most two programs are in flight: CPU devices share threads, and many waiting programs would block them all.
         if waiting is not None:
-            total += np.asarray(jax.device_get(waiting), np.float64)
+            _add_own(total, waiting)
         waiting = result
-    return total + np.asarray(jax.device_get(waiting), np.float64)
+    if waiting is not None:
+        _add_own(total, waiting)
+    # As words of 32 bits, since JAX would round float64 numbers. Each figure is one process's, and zero in the others.
+    words = multihost_utils.process_allgather(total.view(np.uint32), tiled=False)
+    return np.asarray(words).view(np.float64).reshape(-1, *total.shape).sum(axis=0)
+
+
+def _add_own(total: np.ndarray, result: tuple[jax.Array, jax.Array]) -> None:
+    """Add the figures of this process's replicas; of several copies in the run's processes one counts."""
+    for row, figure in zip(total, result, strict=True):
+        for shard in figure.addressable_shards:
+            if shard.replica_id == 0:
+                row[shard.index] += np.asarray(shard.data, np.float64)

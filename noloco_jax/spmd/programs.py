@@ -74,7 +74,7 @@ class Programs:
       outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
       correct_step: (params, outer at rest) -> (params, outer at rest) with the oldest pending correction applied; None
         without a delay.
-      evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
+      evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,), each replica's on its devices.
       merge: params -> params, every replica the mean, by an all-reduce.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
       share_batch: parts -> batch, from the device of each replica that was given it (`shared_batch`); None if every
@@ -161,7 +161,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         losses.evaluate,
         in_specs=(specs.params, sharding.BATCH_SPEC),
         out_specs=(per_replica, per_replica),
-        out_shardings=(one_value, one_value),
+        out_shardings=(replica_sharding, replica_sharding),
     )
 
     batch_shape = (config.num_replicas, config.data.batch_size, config.data.sequence_length)

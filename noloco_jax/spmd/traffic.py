@@ -108,5 +108,7 @@ def _collective(equation: Any, times: Fraction, mesh_shape: Mapping[str, int]) -
         senders = Fraction(differing.get("replica", 0), number)
         return Collective(operation, tuple(axis for axis in axes if differing[axis]), size, size * senders, times)
     crossed = tuple(axis for axis in axes if mesh_shape[axis] > 1)
-    copies = Fraction(number - 1, 1 if operation.startswith("all_gather") else number) if "replica" in crossed else 0
-    return Collective(operation, crossed, size, Fraction(size * copies * (1 + (operation in _REDUCTIONS))), times)
+    groups = [*map(len, equation.params.get("axis_index_groups") or ())] or [number]
+    parts = 1 + (operation in _REDUCTIONS)  # of 1/n of the operand, sent to each other member of a group of n
+    shares = sum(Fraction(n - 1) * (n if operation.startswith("all_gather") else parts) for n in groups) / number
+    return Collective(operation, crossed, size, size * shares if "replica" in crossed else Fraction(0), times)

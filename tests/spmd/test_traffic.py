@@ -37,6 +37,7 @@ def ring(x: jax.Array, *, axes: Any = "replica", number: int = 4) -> jax.Array:
         (partial(ring, axes=("replica", "stage"), number=8), "ppermute", ("replica", "stage"), BLOCK / 2),
         (lambda x: lax.psum(x, "replica"), "psum", ("replica",), 2 * BLOCK * 3 / 4),  # a ring, there and back
         (lambda x: lax.psum(x, "stage"), "psum", ("stage",), 0),
+        (lambda x: lax.psum(x, "replica", axis_index_groups=[[0, 3], [1], [2]]), "psum", ("replica",), BLOCK / 2),
         (lambda x: lax.all_gather(x, "replica")[0], "all_gather", ("replica",), 3 * BLOCK),
         (lambda x: lax.psum_scatter(x, "replica", scatter_dimension=1), "reduce_scatter", ("replica",), BLOCK * 3 / 4),
     ],

@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.exchange.permute import NOWHERE, Routes, lower, permute_blocks
+from noloco_jax.exchange.permute import Routes, lower, permute_blocks
+from noloco_jax.exchange.swap import NOWHERE
 from noloco_jax.model.kind import from_params, stages_of
 from noloco_jax.model.loss import token_nll
 from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches
