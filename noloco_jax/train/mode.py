@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 from noloco_jax.checkpoint import elastic
 from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.config import TrainConfig
+from noloco_jax.exchange.swap import choose_form
+from noloco_jax.methods import method_of
 from noloco_jax.metrics.evaluate import Validation, evaluate
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.programs import Programs, PyTree
@@ -107,11 +109,27 @@ class WholeRun(Mode):
     """All replicas in one program, over one process or several."""
 
     def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
-        self._background = None
+        self._background, self._exchange_mesh = None, programs.mesh
         if is_in_background(config, programs.mesh):
-            self._background = build_background(config, programs, host_mesh(programs.mesh))
+            self._exchange_mesh = host_mesh(programs.mesh)
+            self._background = build_background(config, programs, self._exchange_mesh)
             self.unused = ("outer_step",)
-        return messages_of(config, programs.mesh.shape)
+        messages = messages_of(config, programs.mesh.shape)
+        self._outer_bytes = int(messages.outer_step)
+        return messages
+
+    def connect(
+        self,
+        config: TrainConfig,
+        workdir: Path,
+        resumed: Resumed,
+        is_stopping: Callable[[], bool],
+        report: Callable[[str], None],
+        tokenizer: str | None,
+    ) -> bool:
+        if method_of(config).pairing is not None and (line := choose_form(self._exchange_mesh, self._outer_bytes)):
+            report(line)
+        return True
 
     def replica_numbers(self, config: TrainConfig) -> tuple[int, int]:
         return 0, config.num_replicas
