@@ -47,7 +47,7 @@ from noloco_jax.metrics.console import make_console
 def main(argv: Sequence[str] | None = None) -> int:
     """Train the runs that are not finished; return the exit status, 1 where a run broke off."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    overrides, own = split_overrides(_with_plans(arguments))
+    overrides, own = split_overrides(with_plans(arguments))
     flags = _parser().parse_args(own)
     if flags.jobs < 1:
         raise UserError(f"--jobs={flags.jobs} is below 1: it is how many runs are trained at a time")
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return comparison.run()
 
 
-def _with_plans(arguments: Sequence[str]) -> list[str]:
+def with_plans(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the flags of plan files in the place of `@FILE`.
 
     Raises:

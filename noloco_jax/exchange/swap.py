@@ -1,10 +1,10 @@
 """Permutations of devices' arrays, in which swaps may travel as sums.
 
-Between CPU devices of several processes, gloo carries the two directions of a swap one after the other: the announcement
-that a device can receive waits behind the data that it sends on the same connection. A sum over the two devices carries
-both directions at once. In words that wrap, the sum less the own words is the partner's words: the same bits. With 4 MB
-over 20 Mbit/s `ppermute` takes 3.2 s and the sum 1.7 s, where the link needs 1.6 s (jax 0.10.2 and 0.12.0.1). From some
-3 Gbit/s on, `ppermute` is faster. NCCL sends and receives at once, so GPUs always use `ppermute`.
+Between CPU devices of several processes, gloo carries the two directions of a swap one after the other: the
+announcement that a device can receive waits behind the data that it sends on the same connection. A sum over the two
+devices carries both directions at once. In words that wrap, the sum less the own words is the partner's words: the same
+bits. With 4 MB over 20 Mbit/s `ppermute` takes 3.2 s and the sum 1.7 s, where the link needs 1.6 s (jax 0.10.2 and
+0.12.0.1). From some 3 Gbit/s on, `ppermute` is faster. NCCL sends and receives at once, so GPUs always use `ppermute`.
 """
 
 import time
@@ -22,6 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 # Destination of a device that sends nothing.
 NOWHERE = -1
+# Messages up to this size leave a socket's buffer at once, so that no announcement waits behind them; a permutation takes
+# one round trip, a sum two.
+SMALL_BYTES = 2**16
 _PROBE_BYTES = 2**19  # at most, of the messages by which the forms are compared
 _PROBES, _MORE_PROBES = 2, 6  # the fastest counts; more if they are quick, as noise is then a larger part
 _QUICK = 0.1  # seconds
@@ -38,7 +41,10 @@ def move(x: jax.Array, destinations: Sequence[int], device_axes: tuple[str, ...]
     """
     if list(destinations) == list(range(len(destinations))):
         return x
-    if _sums_are_faster and is_for_cpus() and jax.process_count() > 1:
+    # `psum` over groups is not implemented where shard_map tracks what varies (check_vma=True; jax 0.10.2, 0.12.0.1).
+    is_tracked = bool(jax.typeof(lax.axis_index(device_axes)).mat.varying)
+    is_large = x.size * x.dtype.itemsize > SMALL_BYTES
+    if is_large and _sums_are_faster and is_between_cpus() and not is_tracked:
         return move_by_sums(x, destinations, device_axes)
     return _move(x, destinations, device_axes)
 
@@ -72,6 +78,11 @@ def is_for_cpus() -> bool:
     return device is not None and device.platform == "cpu"
 
 
+def is_between_cpus() -> bool:
+    """Return True while a program for CPU devices of several processes is traced."""
+    return is_for_cpus() and jax.process_count() > 1
+
+
 def choose_form(mesh: Mesh, num_bytes: int) -> str | None:
     """Time a swap in both forms between the processes of a mesh; programs traced from now on use the faster one.
 
@@ -82,13 +93,15 @@ def choose_form(mesh: Mesh, num_bytes: int) -> str | None:
       num_bytes: size of the run's messages; at most 512 KiB of it are swapped.
 
     Returns:
-      A line for people; None if the exchange is not one between CPU devices of several processes.
+      A line for people; None if there is nothing to choose: messages are small, or not between CPU devices of several
+      processes.
     """
     global _sums_are_faster
     devices = list(mesh.devices.flat)
-    if devices[0].platform != "cpu" or len({device.process_index for device in devices}) == 1:
+    is_between_cpus = devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+    if num_bytes <= SMALL_BYTES or not is_between_cpus:
         return None
-    length = max(min(num_bytes, _PROBE_BYTES) // 4, 1)
+    length = min(num_bytes, _PROBE_BYTES) // 4
     by_permutation, by_sum = (_swap_program(form, mesh, length) for form in (_move, move_by_sums))
 
     def slowest() -> np.ndarray:

@@ -115,8 +115,8 @@ def _replica_losses(programs: Programs, params: PyTree, batches: Sequence[HostBa
 def _losses(programs: Programs, params: PyTree, rounds: Iterable[Sequence[HostBatch]]) -> np.ndarray:
     """Return the summed loss and the number of tokens of every replica over its batches, float64 (2, N).
 
-    Processes add up the figures of their own replicas, and exchange the sums at the end alone: a message for every batch
-    would take its round trips each time.
+    Processes add up the figures of their own replicas, and exchange the sums at the end alone: a message for every
+    batch would take its round trips each time.
     """
     total = np.zeros((2, programs.batch["input_ids"].shape[0]))
     waiting = None

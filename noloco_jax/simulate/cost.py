@@ -1,8 +1,10 @@
 """Cost model of communication on given links, and the setting that hides an exchange behind computation.
 
-A message of V bytes takes latency + 8V / bandwidth. Links are full duplex, and all replicas communicate at once.
-All-reduces are recursive halving and doubling. FSDP's collectives overlap with the whole step, DDP's with the backward
-pass; an exchange of DiLoCo or NoLoCo overlaps with the `delay` inner steps after it.
+The model is of exchanges between hosts as gloo makes them, and was compared with `python -m noloco_jax.network`. Links
+are full duplex, and all replicas communicate at once. A step of a collective costs a round trip, as the receiver
+announces that it is ready: a message of V bytes takes 2 latency + 8V / bandwidth, and an all-reduce is a ring of 2(N−1)
+steps. FSDP's collectives overlap with the whole step, and DDP's with nothing; an exchange of DiLoCo or NoLoCo overlaps
+with the `delay` inner steps after it.
 """
 
 import math
@@ -28,7 +30,6 @@ from noloco_jax.wires import MODULO_BITS, WIRES, block_bytes, block_of
 
 METHODS = {"fsdp": "FSDP", "ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo"}
 OUTER_METHODS = ("diloco", "noloco")
-BACKWARD = 2 / 3  # share of a step's computing time
 ISLAND_HOPS = 5  # messages of an island's exchange, one after another: hello, accept, the payload, received, commit
 _ROUNDING = 1e-9  # relative error of sums of times
 
@@ -120,28 +121,24 @@ class Cost:
     compute_share: float
 
 
-def collectives(setting: Setting, count: int, fragments: int = 1) -> tuple[float, float]:
+def collectives(setting: Setting, count: int, fragments: int = 1, wire: str = "float32") -> tuple[float, float]:
     """Return the bytes that a replica sends in reduce-scatters and all-gathers of a fragment, and their seconds.
 
     An all-reduce is two of them. A step of FSDP is three, two all-gathers of the weights and a reduce-scatter of the
     gradients, counted here as one collective each for the whole model: real programs pay the latency once a layer.
     """
     n = setting.replicas
-    sent = count * (n - 1) / n * _message_bytes(setting, "float32", fragments)
-    return sent, count * _hops(n) * setting.latency + _transfer(setting, sent)
+    sent = count * (n - 1) / n * _message_bytes(setting, wire, fragments)
+    return sent, count * (n - 1) * _round_trip(setting) + _transfer(setting, sent)
 
 
 def all_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Return the bytes that a replica sends in DiLoCo's outer step, and its seconds (`exchange.all_reduce`).
 
-    With quantized messages it is an all-to-all of parts, all sent at once, and an all-gather. A modulo format is for
-    NoLoCo's pairs, and DiLoCo beside them has "int4".
+    Quantized parts go to the others in turn, and the means of the parts are gathered. A modulo format is for NoLoCo's
+    pairs, and DiLoCo beside them has "int4".
     """
-    n, wire = setting.replicas, "int4" if setting.wire in MODULO_BITS else setting.wire
-    if wire == "float32":
-        return collectives(setting, 2, fragments)
-    sent = 2 * (n - 1) / n * _message_bytes(setting, wire, fragments)
-    return sent, (1 + _hops(n)) * setting.latency + _transfer(setting, sent)
+    return collectives(setting, 2, fragments, "int4" if setting.wire in MODULO_BITS else setting.wire)
 
 
 def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
@@ -152,12 +149,21 @@ def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     fewer.
     """
     size, (n, replicas) = _message_bytes(setting, setting.wire, fragments), (setting.group_size, setting.replicas)
-    windows = setting.latency if setting.wire in MODULO_BITS else 0.0
+    has_windows = setting.wire in MODULO_BITS
     if setting.islands:
-        return size, windows + ISLAND_HOPS * setting.latency + _transfer(setting, size)
+        return size, (has_windows + ISLAND_HOPS) * setting.latency + _transfer(setting, size)
     rest = replicas % n
     others = ((replicas - rest) * (n - 1) + rest * (rest - 1)) / replicas
-    return others * size, (n - 1) * (windows + setting.latency + _transfer(setting, size))
+    shifts = (n - 1) * (_round_trip(setting) + _transfer(setting, size))  # around the group, by 1 to n - 1 places
+    if n % 2 == 0:  # the shift by half of the group is a swap of pairs
+        shifts += swap_seconds(setting, size) - _round_trip(setting) - _transfer(setting, size)
+    return others * size, has_windows * _round_trip(setting) + shifts
+
+
+def swap_seconds(setting: Setting, size: float) -> float:
+    """Return the seconds of a swap, half duplex by a permutation or in two steps by a sum (`exchange.swap`)."""
+    by_permutation = _round_trip(setting) + 2 * _transfer(setting, size)
+    return min(by_permutation, 2 * _round_trip(setting) + _transfer(setting, size))
 
 
 def cost_of(setting: Setting, method: str) -> Cost:
@@ -168,7 +174,7 @@ def cost_of(setting: Setting, method: str) -> Cost:
         sent, seconds = (group_exchange if method == "noloco" else all_exchange)(setting, fragments)
     else:
         sent, seconds = collectives(setting, 3 if method == "fsdp" else 2, fragments)
-    overlap = {"fsdp": 1.0, "ddp": BACKWARD}.get(method, setting.delay)
+    overlap = {"fsdp": 1.0, "ddp": 0.0}.get(method, setting.delay)
     if setting.islands and method == "noloco":
         return Cost(every, sent, sent * (setting.steps * fragments // interval), seconds, 0.0, 1.0)
     exposed = exposed_seconds(seconds, every, overlap, setting.step_time) / every
@@ -225,14 +231,14 @@ def wires_for(in_pairs: bool) -> list[str]:
 
 
 def latencies_of(setting: Setting, replicas: int) -> tuple[float, float, float]:
-    """Return the seconds of a float32 message between two replicas, and of two all-reduces among `replicas`.
+    """Return the seconds of a float32 swap of two replicas, and of two all-reduces among `replicas`.
 
-    The first all-reduce is by recursive halving and doubling, the second by a tree, which sends whole messages up and
-    down its levels.
+    The first all-reduce is a ring, the second a tree, which sends whole messages up and down its levels.
     """
-    message = setting.latency + _transfer(setting, _message_bytes(setting, "float32", setting.fragments))
-    _, halving = collectives(replace(setting, replicas=replicas), 2, setting.fragments)
-    return message, halving, 2 * _hops(replicas) * message
+    size = _message_bytes(setting, "float32", setting.fragments)
+    _, ring = collectives(replace(setting, replicas=replicas), 2, setting.fragments)
+    levels = (replicas - 1).bit_length()
+    return swap_seconds(setting, size), ring, 2 * levels * (_round_trip(setting) + _transfer(setting, size))
 
 
 def tree_over_pair(variation: float, num_levels: int, num_runs: int, seed: int = 0) -> np.ndarray:
@@ -275,6 +281,5 @@ def _transfer(setting: Setting, size: float) -> float:
     return 8 * size / setting.bandwidth
 
 
-def _hops(n: int) -> int:
-    """Return the number of sequential messages of a reduce-scatter or all-gather by halving or doubling."""
-    return (n - 1).bit_length()
+def _round_trip(setting: Setting) -> float:
+    return 2 * setting.latency

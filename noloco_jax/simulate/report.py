@@ -9,11 +9,10 @@ from noloco_jax.simulate import cost
 LEVELS = 10  # of the largest tree: 1,024 replicas
 _TREES = 2000
 _MODEL = (
-    "A message of V bytes takes latency + 8V / bandwidth; links are alike and full duplex; an exchange does not slow "
-    "computing down; every step takes the same time. All-reduces are recursive halving and doubling in float32; with "
-    "other formats DiLoCo's are an all-to-all of parts and a gather, and have int4 in the place of modulo4. FSDP "
-    "gathers twice and reduces once a step, beside the whole step; DDP's all-reduce overlaps with the backward pass, "
-    "two thirds of a step."
+    "Links are alike and full duplex; an exchange does not slow computing down; every step takes the same time. Each "
+    "step of a collective takes a round trip, two latencies. All-reduces are rings; DiLoCo's have int4 in the place of "
+    "modulo4. A pair swaps by a sum of two steps, or half duplex in one, whichever is faster. FSDP gathers twice and "
+    "reduces once a step, beside the whole step; DDP's all-reduce follows the step."
 )
 _ISLANDS = (
     f" An exchange between islands takes {cost.ISLAND_HOPS} latencies. *completed*: the share of exchanges that the "

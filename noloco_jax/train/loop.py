@@ -109,8 +109,11 @@ def _report_news(run: Run, step: int, log: StepLog) -> None:
 
 
 def _evaluate(run: Run, state: TrainState, step: int, log: StepLog) -> None:
+    jax.block_until_ready(state.params)  # an exchange under way is not part of the evaluation
+    started = time.perf_counter()
     evaluation = run.evaluate(state.params)
     if jax.process_index() == 0:
-        totals = log.totals
-        run.metrics.write(step, "eval", **evaluation, tokens=totals.tokens, seconds=totals.seconds, time=wall_clock())
+        totals, own = log.totals, time.perf_counter() - started
+        figures = {"tokens": totals.tokens, "seconds": totals.seconds, "evaluation_seconds": own}
+        run.metrics.write(step, "eval", **evaluation, **figures, time=wall_clock())
     run.progress.evaluation(step, evaluation)

@@ -32,7 +32,7 @@ def test_costs_on_the_given_links_are_printed_as_tables(capsys):
     assert rows["NoLoCo"][1:] == ["10 steps", "200 MB", "4 GB", "16 s", "1.6 s", "38.5 %"]
     # An all-reduce over 8 sends 2 · 7/8 of the 2 GB; others send float32, FSDP's collectives 3 · 7/8.
     assert rows["DiLoCo"][2:6] == ["350 MB", "7 GB", "28 s", "2.8 s"]
-    assert rows["DDP"][2:6] == ["7 GB", "175 GB", "56 s", "55.3 s"]
+    assert rows["DDP"][2:6] == ["7 GB", "175 GB", "56 s", "56 s"]
     assert rows["FSDP"][2:6] == ["10.5 GB", "262 GB", "84 s", "83 s"]
     assert rows["1,024"][1:5] == ["32 s", "63.9 s", "640 s", "10"]
 

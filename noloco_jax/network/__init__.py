@@ -1,0 +1,1 @@
+"""Runs on a slow network, made of this machine's network namespaces."""
