@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 # Destination of a device that sends nothing.
 NOWHERE = -1
-# Messages up to this size leave a socket's buffer at once, so that no announcement waits behind them; a permutation takes
-# one round trip, a sum two.
+# Messages up to this size leave a socket's buffer at once, so that no announcement waits behind them; a permutation
+# takes one round trip, a sum two.
 SMALL_BYTES = 2**16
 _PROBE_BYTES = 2**19  # at most, of the messages by which the forms are compared
 _PROBES, _MORE_PROBES = 2, 6  # the fastest counts; more if they are quick, as noise is then a larger part
