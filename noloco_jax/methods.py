@@ -64,7 +64,7 @@ class Method:
         """Build the method's transform from the fields of `outer` that it uses."""
         from noloco_jax import transforms  # imported late, since the configuration reads this table without jax
 
-        names = [name for name in (*self.defaults, "state_dtype", "delay") if not self.is_unused(f"outer.{name}")]
+        names = [name for name in (*self.defaults, "delay") if not self.is_unused(f"outer.{name}")]
         given = {_ARGUMENTS.get(name, name): getattr(config.outer, name) for name in names if name not in _OF_PAIRING}
         pairing = [] if self.pairing is None else [self.pairing(config)]
         return getattr(transforms, self.name)(*pairing, **given, axis_name=axis_name, fragments=fragments)
@@ -260,7 +260,7 @@ METHODS: dict[str, Method] = {
             pairing=_neighbours,
             num_partners=_num_neighbours,
             outer_collectives=("ppermute",),
-            also_unused=("outer.state_dtype", "outer.offload"),
+            also_unused=("outer.offload",),
         ),
         Method(
             "sparseloco",
