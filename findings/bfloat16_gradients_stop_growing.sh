@@ -28,7 +28,8 @@ scores = jnp.asarray(random.random((64, 256, 256)) / 256, jnp.bfloat16)
 values, answers = (jnp.asarray(random.random((64, 256, 16)), jnp.bfloat16) for _ in range(2))
 
 
-def attended(bias, values, scores, answers, dtype):  # the bias is float32; in bfloat16 it is added as Flax's Dense(dtype=bfloat16) adds it
+# The bias is float32. Layers that compute in bfloat16, such as flax.nnx.Linear(dtype=bfloat16), cast it before they add it.
+def attended(bias, values, scores, answers, dtype):
     biased = (values + bias.astype(dtype)).astype(jnp.bfloat16)
     return (jnp.einsum("bts,bsk->btk", scores, biased) * answers).sum(dtype=jnp.float32)
 
