@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from noloco_jax.config.config_file import default_config
     from noloco_jax.islands.island import Island
+    from noloco_jax.outer.merged import merged
     from noloco_jax.outer.neighbours import RandomNeighbours
     from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
     from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
@@ -23,6 +24,7 @@ __all__ = [
     "default_config",
     "diloco",
     "epidemic",
+    "merged",
     "noloco",
     "sparseloco",
 ]
@@ -30,6 +32,7 @@ _HOMES = {
     "Island": "islands.island",
     "default_config": "config.config_file",
     "RandomNeighbours": "outer.neighbours",
+    "merged": "outer.merged",
     **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "outer.pairing"),
     **dict.fromkeys(("diloco", "epidemic", "noloco", "sparseloco"), "transforms"),
 }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # Keeps the draws of different purposes apart.
-PAIRING, POOL, ROUTES, ROUNDING, CHECK = range(5)
+PAIRING, POOL, ROUTES, CHECK = range(4)
 
 
 def uint32s(seed: int, purpose: int, *indices: Any) -> Any:

@@ -1,6 +1,5 @@
 """Table of training methods. A new method is a row here, a rule in `outer`, and a line in the tests' table."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from noloco_jax.wires import CHUNK, MODULO_BITS, kept_of
 if TYPE_CHECKING:
     from noloco_jax.outer.fragments import Fragments
     from noloco_jax.outer.neighbours import RandomNeighbours
-    from noloco_jax.outer.pairing import RandomPairing, Round
+    from noloco_jax.outer.pairing import RandomPairing
     from noloco_jax.outer.transform import OuterOptimizer
 
 
@@ -64,18 +63,10 @@ class Method:
         """Build the method's transform from the fields of `outer` that it uses."""
         from noloco_jax import transforms  # imported late, since the configuration reads this table without jax
 
-        names = [name for name in (*self.defaults, "state_dtype", "delay") if not self.is_unused(f"outer.{name}")]
+        names = [name for name in (*self.defaults, "delay") if not self.is_unused(f"outer.{name}")]
         given = {_ARGUMENTS.get(name, name): getattr(config.outer, name) for name in names if name not in _OF_PAIRING}
         pairing = [] if self.pairing is None else [self.pairing(config)]
         return getattr(transforms, self.name)(*pairing, **given, axis_name=axis_name, fragments=fragments)
-
-    def groups(self, config: Config, number: int) -> "Round":
-        """Return the groups of outer step `number` (0, 1, ...); for directed graphs, each replica and its senders."""
-        if self.pairing is None:
-            return (tuple(range(config.num_replicas)),)
-        pairing = self.pairing(config)
-        draw, fragment = divmod(number, config.outer.fragments)
-        return pairing.pool[int(pairing.pool_index(draw, fragment))]
 
     def is_unused(self, field: str) -> bool:
         """Return True if the method ignores a field of the configuration, given by its dotted path."""
@@ -85,7 +76,6 @@ class Method:
         )
 
 
-@functools.lru_cache(maxsize=8)  # called at every outer step, to log the groups
 def _pairing(config: Config) -> "RandomPairing":
     """Build the pairing from the configuration alone, so that it is the same on any devices."""
     from noloco_jax.outer.pairing import RandomPairing
@@ -156,7 +146,6 @@ def _check_diloco(config: Config) -> None:
         )
 
 
-@functools.lru_cache(maxsize=8)
 def _neighbours(config: Config) -> "RandomNeighbours":
     from noloco_jax.outer.neighbours import RandomNeighbours
 
@@ -260,7 +249,7 @@ METHODS: dict[str, Method] = {
             pairing=_neighbours,
             num_partners=_num_neighbours,
             outer_collectives=("ppermute",),
-            also_unused=("outer.state_dtype", "outer.offload"),
+            also_unused=("outer.offload",),
         ),
         Method(
             "sparseloco",

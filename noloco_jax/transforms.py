@@ -19,7 +19,7 @@ from noloco_jax.exchange.wire import wire_of
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.neighbours import RandomNeighbours
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
-from noloco_jax.outer.rule import MOMENTUM_OF, STATE_DTYPES, Number, Rule
+from noloco_jax.outer.rule import MOMENTUM_OF, Number, Rule
 from noloco_jax.outer.transform import Exchange, OuterOptimizer, OuterSteps
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.wires import CHUNK, MODULO_BITS
@@ -44,7 +44,6 @@ def noloco(
     consensus: Number | None = _NOLOCO["consensus"],
     sync_every: int = _NOLOCO["sync_every"],
     axis_name: AxisName = "replica",
-    state_dtype: jax.typing.DTypeLike = "float32",
     wire: str = _NOLOCO["wire"],
     fragments: int | Fragments | None = None,
     delay: int | None = None,
@@ -88,8 +87,6 @@ def noloco(
         pure consensus is mean-square stable (`consensus_limit`) gives a warning.
       sync_every: inner steps between outer steps, for `sync=None`.
       axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
-      state_dtype: dtype in which slow weights and momentum are kept, float32 or bfloat16 (rounded at random, so that
-        small steps are not lost); they are computed in float32.
       wire: wire format of messages: "float32"; or "bfloat16", "int8" or "int4", which quantize to 16, 8 or 4
         bits a weight (the last two in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then move
         by the difference of their quantized messages, so that equal replicas stay equal, the replicas' mean does not
@@ -137,7 +134,7 @@ def noloco(
         )
     rule = Rule(outer_momentum, outer_lr, gamma, of_corrections=of_corrections)
     exchange = MeanExchange(pairing, wire_of(wire), axis_name)
-    return _made(rule, exchange, sync_every, axis_name, fragments, delay, state_dtype)
+    return _made(rule, exchange, sync_every, axis_name, fragments, delay)
 
 
 def diloco(
@@ -146,7 +143,6 @@ def diloco(
     nesterov: bool = _DILOCO["nesterov"],
     sync_every: int = _DILOCO["sync_every"],
     axis_name: AxisName = "replica",
-    state_dtype: jax.typing.DTypeLike = "float32",
     wire: str = _DILOCO["wire"],
     fragments: int | Fragments | None = None,
     delay: int | None = None,
@@ -166,7 +162,7 @@ def diloco(
       outer_lr: β, outer learning rate, at least 0; a number or a schedule of the fragment's round.
       outer_momentum: α, in [0, 1); likewise.
       nesterov: true Nesterov momentum, instead of heavy ball.
-      sync_every, axis_name, state_dtype, fragments, delay: as for `noloco`; with fragments it is Streaming DiLoCo
+      sync_every, axis_name, fragments, delay: as for `noloco`; with fragments it is Streaming DiLoCo
         (arXiv 2501.18512).
       wire: as for `noloco`, without the modulo wire formats. Each message is quantized, and so is their mean; what they
         lose is not sent later.
@@ -183,7 +179,7 @@ def diloco(
     _check_number("outer_lr", outer_lr)
     _check_number("outer_momentum", outer_momentum, "in [0, 1)")
     rule = Rule(outer_momentum, outer_lr, 0.0, nesterov)
-    return _made(rule, AllExchange(wire_format, axis_name), sync_every, axis_name, fragments, delay, state_dtype)
+    return _made(rule, AllExchange(wire_format, axis_name), sync_every, axis_name, fragments, delay)
 
 
 def epidemic(
@@ -233,7 +229,6 @@ def sparseloco(
     top_k: int = _SPARSELOCO["top_k"],
     sync_every: int = _SPARSELOCO["sync_every"],
     axis_name: AxisName = "replica",
-    state_dtype: jax.typing.DTypeLike = "float32",
     fragments: int | Fragments | None = None,
 ) -> OuterOptimizer:
     """SparseLoCo (arXiv 2508.15706): all replicas average top-k, 2-bit messages, with error feedback.
@@ -258,7 +253,7 @@ def sparseloco(
       outer_lr: α, outer learning rate, at least 0; a number or a schedule of the fragment's round.
       error_decay: β, in [0, 1]; likewise. With 1 nothing is lost: sent messages and e add up to the sum of all Δ.
       top_k: k, of 1 to 4096; chunks of smaller arrays keep the same share. It is rounded up to a multiple of 4.
-      sync_every, axis_name, state_dtype, fragments: as for `noloco`.
+      sync_every, axis_name, fragments: as for `noloco`.
 
     Returns:
       A transform whose state is an `OuterState`.
@@ -272,7 +267,7 @@ def sparseloco(
     if not 1 <= top_k <= CHUNK:
         raise ValueError(f"top_k is {top_k}: it must be between 1 and {CHUNK}")
     rule, exchange = SparseLoCo(outer_lr, error_decay), SparseExchange(top_k, axis_name)
-    return _made(rule, exchange, sync_every, axis_name, fragments, None, state_dtype)
+    return _made(rule, exchange, sync_every, axis_name, fragments, None)
 
 
 def _made(
@@ -282,17 +277,13 @@ def _made(
     axis_name: AxisName,
     fragments: int | Fragments | None,
     delay: int | None,
-    state_dtype: jax.typing.DTypeLike = "float32",
 ) -> OuterOptimizer:
     """Return the outer optimizer of a rule and an exchange."""
     _check_known(fragments=fragments, delay=delay)
     if not isinstance(fragments, Fragments):
         fragments = Fragments(1 if fragments is None else operator.index(fragments))
     schedule = SyncSchedule(sync_every, fragments.count, 0 if delay is None else operator.index(delay))
-    dtype = jax.numpy.dtype(state_dtype)
-    if dtype.name not in STATE_DTYPES:
-        raise ValueError(f"state_dtype is {dtype.name!r}: choose from {', '.join(map(repr, STATE_DTYPES))}")
-    steps = OuterSteps(rule, exchange, fragments, schedule, names_of(axis_name), dtype)
+    steps = OuterSteps(rule, exchange, fragments, schedule, names_of(axis_name))
     return OuterOptimizer(steps.init, steps.update, steps)
 
 

@@ -18,7 +18,7 @@ MUST_MATCH = (
     *("model.num_kv_heads", "model.head_dim", "model.qkv_bias", "model.qk_norm", "model.sliding_window"),
     *("model.num_experts", "model.experts_per_token", "model.norm_topk_prob", "model.vocab_size", "model.rope_theta"),
     *("model.rope_scaling", "model.norm_eps", "model.tie_embeddings", "model.param_dtype"),
-    *("outer.state_dtype", "outer.fragments", "outer.delay"),
+    *("outer.fragments", "outer.delay"),
     *("data.kind", "data.text_column", "data.add_bos", "data.add_eos", "data.shuffle_buffer"),
     *("data.mixture.NAME.kind", "data.mixture.NAME.text_column"),
 )

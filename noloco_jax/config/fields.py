@@ -139,7 +139,6 @@ class OuterConfig:
         "Format of messages; int and modulo quantize blocks of weights (noloco, diloco, epidemic; modulo4: noloco\\*).",
         choices=WIRES,
     )
-    state_dtype: str = setting("float32", "Dtype of slow weights and outer momentum.", choices=("float32", "bfloat16"))
     fragments: int = setting(
         1, "Equal parts of the weights with outer steps of their own; a divisor of model.hidden_size.", minimum=1
     )

@@ -62,7 +62,7 @@ def train(inner: str, steps: int = STEPS, width: int = 32, seed: int = 0):
 
     x, y = spirals(rng, 2000)
     accuracy = jax.jit(lambda params: (nnx.merge(graph, params)(x).argmax(-1) == y).mean())
-    merged = accuracy(jax.tree.map(lambda p: p.mean(axis=0), params))
+    merged = accuracy(nj.merged(params))
     return np.asarray(jax.vmap(accuracy)(params)), float(merged), spreads
 
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.draws import CHECK, uint32s
-from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
+from noloco_jax.exchange.blocks import pack, smallest_and_largest, tree_from_blocks, tree_in_blocks, unpack
 from noloco_jax.wires import MODULO_BITS
 
 PyTree = Any
@@ -70,11 +70,11 @@ class Modulo:
           moved: (..., blocks, 1), the largest movement of a block's values since its last exchange.
           remembered: uint8 (..., blocks, 1), the last result of `correction`; zeros initially.
         """
-        largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+        _, largest = smallest_and_largest(blocks)
         step = jnp.maximum(2 * _REACH / 2**self._bits * moved, _PRECISION * largest)
         exponent = jnp.ceil(4 * jnp.log2(jnp.maximum(step, 1e-30))) + _OFFSET
         exponent = jnp.maximum(jnp.clip(exponent, 0, BROKEN - 1), remembered.astype(jnp.float32))
-        is_sound = jnp.all(jnp.isfinite(blocks), axis=-1, keepdims=True) & jnp.isfinite(moved)
+        is_sound = jnp.isfinite(largest) & jnp.isfinite(moved)
         return jnp.where(is_sound, exponent, BROKEN).astype(jnp.uint8)
 
     def encode(self, blocks: jax.Array, windows: jax.Array, number: Any) -> jax.Array:
@@ -133,7 +133,7 @@ def propose(wire: Modulo, message: PyTree, movement: PyTree, remembered: PyTree,
       remembered: windows that the last exchange left, zeros initially.
       dims: the dimension of every array along which blocks lie.
     """
-    moved = jax.tree.map(lambda x: jnp.max(jnp.abs(x), axis=-1, keepdims=True), tree_in_blocks(movement, dims))
+    moved = jax.tree.map(lambda x: smallest_and_largest(x)[1], tree_in_blocks(movement, dims))
     return _by_array(
         jax.tree.map(wire.windows, tree_in_blocks(message, dims), moved, _by_block(remembered, dims)), dims
     )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, by_parts, num_parts, warn_if_sharded
-from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
+from noloco_jax.exchange.blocks import pack, smallest_and_largest, tree_from_blocks, tree_in_blocks, unpack
 from noloco_jax.exchange.permute import joined
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import Number, Outgoing, at
@@ -122,11 +122,11 @@ class SparseExchange(Exchange):
 def sparsified(chunks: jax.Array, top_k: int) -> jax.Array:
     """Quantize the largest entries of every chunk (..., C) to two magnitudes, and set the others to zero.
 
-    A chunk with a NaN keeps it and has NaN among its magnitudes.
+    All entries kept of a chunk with a NaN become NaN.
     """
     positions, values = _largest(chunks, top_k)
     sizes = jnp.abs(values)
-    least = jnp.min(sizes, axis=-1, keepdims=True)
+    least, _ = smallest_and_largest(values)
     is_large = sizes > jnp.where(least == 0, 0, jnp.mean(sizes, axis=-1, keepdims=True))
     small, large = (_mean_of(sizes, which) for which in (~is_large, is_large))
     rounded = jnp.sign(values) * lax.reduce_precision(jnp.where(is_large, large, small), 8, 7)
@@ -137,10 +137,9 @@ def sparsified(chunks: jax.Array, top_k: int) -> jax.Array:
 def encode(chunks: jax.Array, top_k: int) -> jax.Array:
     """Encode sparsified chunks (..., chunks, C), losslessly, as uint8 (..., chunks, bytes)."""
     positions, values = _largest(chunks, top_k)
-    sizes = jnp.abs(values)
-    small, large = jnp.min(sizes, axis=-1, keepdims=True), jnp.max(sizes, axis=-1, keepdims=True)
+    small, large = smallest_and_largest(values)
     both = lax.bitcast_convert_type(jnp.concatenate([small, large], axis=-1), jnp.uint32) >> 16
-    entries = (values < 0).astype(jnp.uint32) + 2 * (sizes > small).astype(jnp.uint32)
+    entries = (values < 0).astype(jnp.uint32) + 2 * (jnp.abs(values) > small).astype(jnp.uint32)
     bits = position_bits(chunks.shape[-1])
     parts = [pack(both, 16), pack(positions.astype(jnp.uint32), bits), pack(entries, ENTRY_BITS)]
     return jnp.concatenate(parts, axis=-1)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
+from noloco_jax.exchange.blocks import pack, smallest_and_largest, tree_from_blocks, tree_in_blocks, unpack
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.wires import BLOCK_BITS, MODULO_BITS, SCALE_BYTES
 
@@ -57,8 +57,8 @@ class Blocks(Wire):
     of two 8-bit mantissas is exact in float32, so that sender and receiver hold the same Q(x) however a compiler fuses
     the operations.
 
-    A block with a NaN or an infinity is decoded as non-finite values; other blocks are not affected. Values outside
-    float32's normal range are decoded as zero or infinity.
+    A block with a NaN or an infinity is decoded as non-finite values; other blocks are not affected. A block below
+    float32's normal range is decoded as zeros on the CPU, where XLA flushes subnormal numbers.
     """
 
     exact = False
@@ -66,11 +66,8 @@ class Blocks(Wire):
 
     def encode(self, x: jax.Array) -> jax.Array:
         """Return the payload, uint8 (..., blocks, bytes): the scale and then the packed numbers of every block."""
-        largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+        _, largest = smallest_and_largest(x)
         scale = jax.lax.reduce_precision(largest / self._limit, exponent_bits=8, mantissa_bits=7)
-        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
-        # XLA's maximum on the CPU may pass over a NaN.
-        scale = jnp.where(jnp.isfinite(x).all(axis=-1, keepdims=True), scale, jnp.nan)
         rounded = jnp.round(x / jnp.where(scale == 0, 1, scale))
         numbers = (jnp.clip(rounded, -self._limit, self._limit) + self._limit).astype(jnp.uint32)
         scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 16

@@ -126,6 +126,7 @@ class IslandSync:
         """Return what became of a message, and what the exchanges have come to with it, for metrics."""
         return {
             **met._asdict(),
+            "round": met.round + 1,  # counted from 1, as everywhere in what a run says
             "participation": status.committed / status.due if status.due else 1.0,
             "committed": status.committed,
             "due": status.due,

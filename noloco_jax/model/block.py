@@ -95,7 +95,8 @@ class Block(nnx.Module):
         def heads(kernel: nnx.Param, bias: nnx.Param | None, count: int) -> jax.Array:
             y_BTO = _project(x_BTD, kernel)
             if bias is not None:
-                y_BTO += bias[...][None, None].astype(y_BTO.dtype)
+                # In float32, in which the gradient is then summed over the positions.
+                y_BTO = (y_BTO + bias[...][None, None].astype(jnp.float32)).astype(y_BTO.dtype)
             return y_BTO.reshape(*x_BTD.shape[:-1], count, -1)
 
         def turned(x_BTHK: jax.Array, norm: nnx.Param | None) -> jax.Array:

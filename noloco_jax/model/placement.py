@@ -27,7 +27,9 @@ def look_up(table_VD: jax.Array, ids_BT: jax.Array, dtype: jax.typing.DTypeLike)
     # The table stays: a device looks up its columns for the whole batch, then columns are exchanged for rows.
     table_VD, ids_BT = constrain(table_VD, None, ("tensor", "fsdp")), constrain(ids_BT, None, None)
     is_token_BT1 = ((ids_BT >= 0) & (ids_BT < table_VD.shape[0]))[..., None]
-    h_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip").astype(dtype)
+    # The gradient of a lookup is a sum over the places of each token, in the dtype of what it is looked up in.
+    summed_in = jnp.promote_types(table_VD.dtype, jnp.float32)
+    h_BTD = jnp.take(table_VD.astype(summed_in), ids_BT, axis=0, mode="clip").astype(dtype)
     h_BTD = jnp.where(is_token_BT1, h_BTD, jnp.nan)
     h_BTD = constrain(constrain(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
     return constrain(h_BTD, "fsdp", None, None)

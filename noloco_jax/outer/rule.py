@@ -14,13 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noloco_jax.draws import ROUNDING, uint32s
-
 PyTree = Any
 Number = float | jax.Array | Callable[[Any], Any]  # a number, or an optax.Schedule of the fragment's round
-STATE_DTYPES = ("float32", "bfloat16")
 MOMENTUM_OF = ("steps", "corrections")
-BEFORE_THE_FIRST = np.uint32(0xFFFFFFFF)  # in place of an outer step's number, for the rounding of a first state
 
 
 class Momentum(NamedTuple):
@@ -179,30 +175,6 @@ def added(tree: PyTree, other: PyTree) -> PyTree:
 def computed(tree: PyTree) -> PyTree:
     """Convert every leaf to a float32 JAX array, in which outer steps are computed."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
-
-
-def stored(state: Any, dtype: jax.typing.DTypeLike, number: Any) -> Any:
-    """Convert a state, computed in float32, to the dtype in which it is kept after outer step `number`.
-
-    It is rounded to bfloat16 stochastically: up or down with probabilities that make the expectation exact. With
-    rounding to the nearest, a weight that moves less than half a bfloat16 step a round would never move. The draws
-    depend on the outer step (and so on the fragment), the leaf and the position, so that replicas with equal values
-    keep equal ones. Where a device holds a shard by hand (a pipeline stage), the position is that in the shard.
-    """
-    if jnp.dtype(dtype) == jnp.float32:
-        return state
-    leaves, structure = jax.tree.flatten(state)
-    return structure.unflatten([_stochastic_bfloat16(x, number, leaf) for leaf, x in enumerate(leaves)])
-
-
-def _stochastic_bfloat16(x: jax.Array, number: Any, leaf: int) -> jax.Array:
-    position = jnp.zeros(x.shape, jnp.uint32)
-    for dim in range(x.ndim):
-        position = position * np.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
-    noise = uint32s(0, ROUNDING, number, leaf, position) & np.uint32(0xFFFF)
-    bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & np.uint32(0xFFFF0000)
-    truncated = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.isfinite(x), truncated, x).astype(jnp.bfloat16)
 
 
 def at_num_outer_steps(state: OuterState, count: int) -> OuterState:

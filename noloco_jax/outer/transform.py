@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.misuse import check_leaves, check_varying
-from noloco_jax.outer.rule import BEFORE_THE_FIRST, Arrived, Delayed, OuterState, Outgoing, computed, stored
+from noloco_jax.outer.rule import Arrived, Delayed, OuterState, Outgoing, computed
 from noloco_jax.schedule import SyncSchedule
 
 PyTree = Any
@@ -69,7 +69,6 @@ class OuterSteps:
       fragments: assignment of the parameters to fragments.
       schedule: when outer steps and corrections are due, for updates by the step counter.
       axis_names: the axes of replicas.
-      state_dtype: dtype in which the rule's state is kept.
     """
 
     rule: Any
@@ -77,18 +76,16 @@ class OuterSteps:
     fragments: Fragments
     schedule: SyncSchedule
     axis_names: Sequence[str]
-    state_dtype: Any = jnp.float32
 
     def init(self, params: PyTree) -> OuterState:
         """Return the state before the first outer step."""
         check_leaves(params)
         count, num_outer_steps, num_applied = (jnp.zeros([], jnp.int32) for _ in range(3))  # one buffer each, to donate
-        rule = stored(self.rule.init(params), self.state_dtype, BEFORE_THE_FIRST)
         windows = self.exchange.windows(params, self.fragments)
         delayed = None
         if self.schedule.delay:
             delayed = Delayed(num_applied, jax.tree.map(jnp.zeros_like, computed(params)))
-        return OuterState(count, num_outer_steps, rule, windows, delayed)
+        return OuterState(count, num_outer_steps, self.rule.init(params), windows, delayed)
 
     def step(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
         """Take outer step `state.num_outer_steps`: (params, state)."""
@@ -257,7 +254,7 @@ class OuterSteps:
     ) -> OuterState:
         """Return the state with the fragment's part of the rule's state, and of the windows, where they are given."""
         if rule is not None:
-            parts = zip(state.rule, stored(rule, self.state_dtype, number), strict=True)
+            parts = zip(state.rule, rule, strict=True)
             state = state._replace(rule=type(rule)(*(self.fragments.put(tree, part, number) for tree, part in parts)))
         if windows is not None:
             state = state._replace(windows=self.fragments.put(state.windows, windows, number, like=params))

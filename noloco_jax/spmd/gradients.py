@@ -3,6 +3,7 @@
 Axes: L replicas, M micro-batches, B sequences, T positions.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,15 @@ def merge_microbatches(x_MLB: jax.Array) -> jax.Array:
     """
     num_microbatches, replicas, batch = x_MLB.shape[:3]
     return jnp.moveaxis(x_MLB, 0, 2).reshape(replicas, batch * num_microbatches, *x_MLB.shape[3:])
+
+
+def widened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Return parameters in float32, and a function that gives a tree of their structure the dtypes of the parameters.
+
+    A loop sums the gradient of what it does not carry, in its dtype: it takes the first and computes with the second.
+    """
+    dtypes = jax.tree.map(lambda x: x.dtype, tree)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree), partial(jax.tree.map, lambda d, x: x.astype(d), dtypes)
 
 
 def label_weights(batch: Batch, mean_over: AxisName | None = None) -> jax.Array:

@@ -130,7 +130,7 @@ class StepLog:
             figures["outer_steps"] = self._unlogged.count
             figures["outer_step_seconds"] = self._unlogged.seconds
             figures["bytes_sent"] = self._bytes_of(self._unlogged) if self._sent is None else self._sent
-            figures["round"] = self._unlogged.last
+            figures["round"] = self._unlogged.last + 1  # counted from 1, as everywhere in what a run says
         return figures
 
 

@@ -49,7 +49,7 @@ SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({}, {"model": {"num_layers": 3}}),
         ({}, {"model": {"rope_scaling": SCALED}}),
         ({}, {"inner": {"optimizer": "adamw"}}),
-        ({}, {"outer": {"state_dtype": "bfloat16"}}),
+        ({}, {"outer": {"delay": 1}}),
         ({}, {"data": {"add_eos": False}}),
         ({}, {"data": {"shuffle_buffer": 1}}),
         ({}, {"init_from": "llama"}),

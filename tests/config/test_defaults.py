@@ -59,8 +59,7 @@ def test_the_fields_that_default_to_none_are_those_of_the_method_table():
 def test_a_transform_has_the_defaults_of_its_method(method):
     """A method without options is the same whether it is chained in Optax or chosen in a configuration."""
     parameters = dict(inspect.signature(getattr(nj, method)).parameters)
-    common = {parameters.pop(name).default for name in ("axis_name", "state_dtype") if name in parameters}
-    assert common <= {"replica", OuterConfig.state_dtype}
+    assert parameters.pop("axis_name").default == "replica"
     for number in ("fragments", "delay"):
         if number in parameters:
             assert parameters.pop(number).default is None

@@ -177,15 +177,36 @@ def test_both_partners_use_the_larger_of_their_windows():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_value_makes_only_its_block_nan_at_both_partners(value):
-    tree = {"w": np.random.default_rng(0).normal(size=(8, 640)).astype(np.float32)}
+    tree = {"w": np.random.default_rng(0).normal(size=(8, 6400)).astype(np.float32)}
     clean = exchange(tree, like(tree, 5.0))
     broken = {"w": tree["w"].copy()}
     broken["w"][3, 130] = value
     means = exchange(broken, like(tree, 5.0))
-    block = np.zeros((8, 640), bool)
+    block = np.zeros((8, 6400), bool)
     block[[0, 3], 128:192] = True
     assert np.isnan(means["w"][block]).all()
     np.testing.assert_array_equal(means["w"][~block], clean["w"][~block])
+
+
+def test_windows_that_held_nan_follow_the_distance_again_once_the_weights_are_repaired():
+    tree = replicas(1e-3, (3, 64))
+    broken = {"w": tree["w"].copy()}
+    broken["w"][3, 1, 5] = np.nan
+    _, after = exchange_with_memories(broken, like(tree, 5e-3))
+    means = exchange(tree, like(tree, 5e-3), remembered=after)["w"]
+    step = 3 / 2**BITS * 5e-3 * 2**0.3
+    difference = tree["w"][PARTNER].astype(np.float64) - tree["w"]
+    np.testing.assert_allclose(means - tree["w"], difference / 2, atol=step / 2 + 1e-7)
+
+
+def test_a_movement_that_is_not_finite_makes_only_its_block_nan():
+    tree = {"w": np.random.default_rng(0).normal(size=(8, 6400)).astype(np.float32)}
+    movement = like(tree, 5.0)
+    clean = exchange(tree, movement)["w"]
+    movement["w"][3, 130] = np.nan
+    means = exchange(tree, movement)["w"]
+    assert np.isnan(means[[0, 3], 128:192]).all()
+    np.testing.assert_array_equal(np.delete(means, np.s_[128:192], axis=1), np.delete(clean, np.s_[128:192], axis=1))
 
 
 @pytest.mark.parametrize(("wire", "limit"), [("float32", 1.1), ("modulo4", 1.5)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.exchange.blocks import pack, unpack
+from noloco_jax.exchange.blocks import pack, smallest_and_largest, unpack
 from noloco_jax.exchange.wire import WIRES, from_code, to_code
 from support.exchanges import exchange_of
 from support.layouts import axis_of, over_replicas, random_tree, state_at_start
@@ -123,6 +123,15 @@ def test_quantization_errors_are_at_most_half_a_grid_step_of_the_block(wire, bit
 
 
 @every_block_wire
+@pytest.mark.parametrize("size", [1e-36, 1e-38, 1e-44])
+def test_blocks_at_the_end_of_the_range_stay_tiny(wire, bits, size):
+    del bits
+    x = np.zeros(192, np.float32)
+    x[[3, 70]] = size, -size / 3
+    assert np.abs(sent(wire, x)).max() < 2e-36  # not NaN either
+
+
+@every_block_wire
 def test_a_blocks_largest_weight_has_bfloat16_precision_and_zeros_are_exact(wire, bits):
     x = np.zeros(192, np.float32)
     x[[3, 70]] = 1.2345, -6.789e-5
@@ -137,7 +146,7 @@ def test_a_blocks_largest_weight_has_bfloat16_precision_and_zeros_are_exact(wire
     ("groups", "wire"), [(PAIRS, "bfloat16"), (PAIRS, "int4"), ([[0, 1, 2], [3, 4, 5], [6, 7]], "int4")]
 )
 def test_non_finite_values_reach_their_group_and_affect_only_their_block(groups, wire):
-    x = np.random.default_rng(0).normal(size=(8, 3 * 64)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(8, 80 * 64)).astype(np.float32)  # XLA treats 4096 numbers differently
     trees = {"clean": x} | {name: x.copy() for name in ("nan", "inf", "-inf")}
     for name in ("nan", "inf", "-inf"):
         trees[name][0, 70] = float(name)
@@ -148,6 +157,17 @@ def test_non_finite_values_reach_their_group_and_affect_only_their_block(groups,
     for name in ("nan", "inf", "-inf"):
         assert not np.isfinite(means[name][group, 70]).any()
         np.testing.assert_array_equal(means[name][~block], means["clean"][~block])
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (64, 64), (2, 4096), (8192, 4)])
+def test_the_extremes_of_a_row_are_those_of_numpy_with_nan_and_infinities(shape):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x[0], x[1, :2], x[1, 2] = -0.0, (-np.inf, 0.0), -1e-40
+    for nan in (np.nan, -np.nan, np.uint32(0x7F800001).view(np.float32)):
+        x[2 % shape[0], 1] = nan
+        smallest, largest = jax.jit(smallest_and_largest)(x)
+        np.testing.assert_array_equal(smallest, np.abs(x).min(axis=-1, keepdims=True))
+        np.testing.assert_array_equal(largest, np.abs(x).max(axis=-1, keepdims=True))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 12])

@@ -166,6 +166,7 @@ def test_the_bytes_sent_are_those_of_messages_that_were_exchanged_and_lines_come
             (figures if news.kind else lines).append(news.figures if news.kind else news.line)
     assert sent == [10, 0, 0, 10, 10]
     assert [line["outcome"] for line in figures] == [one.outcome for one in met]
+    assert [line["round"] for line in figures] == [1, 2, 3, 4, 5]  # as the lines count them
     assert figures[0]["participation"] == 2 / 3 and figures[0]["one_sided"] == 1
     (line,) = lines
     assert line.startswith("rounds 1 to 5: met berlin after 2.5 steps, 10 B each way, 1 alone, nobody to meet")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.model.placement import map_shards
+from noloco_jax.model.placement import look_up, map_shards
 
 HEADS, ROWS = ("fsdp", None, "tensor", None), ("fsdp", None)
 
@@ -58,3 +58,14 @@ def test_map_shards_without_a_mesh_is_the_function_itself():
     q_BTHK, k_BTGK, scale_BT = jnp.ones((1, 2, 2, 3)), jnp.ones((1, 2, 1, 3)), jnp.ones((1, 2))
     mapped = map_shards(mixed, (q_BTHK, HEADS), (k_BTGK, HEADS), (scale_BT, ROWS))
     np.testing.assert_array_equal(mapped, mixed(q_BTHK, k_BTGK, scale_BT))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradient_of_a_lookup_counts_a_frequent_token_exactly(dtype):
+    """A sum in bfloat16 stops growing at 256, one in float16 at 2048."""
+    counts = [16384, 1000, 24, 0]
+    ids_BT = jnp.asarray(np.repeat(np.arange(4), counts).reshape(16, -1))
+    of_table = jax.grad(lambda table_VD: look_up(table_VD, ids_BT, dtype).sum(dtype=jnp.float32))
+    gradient = of_table(jnp.ones((4, 3), dtype))
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(gradient, np.broadcast_to(np.array(counts)[:, None], (4, 3)))

@@ -135,7 +135,7 @@ def test_a_state_made_inside_shard_map_serves_as_one_made_outside(settings):
 
 @pytest.mark.parametrize("make", [noloco, nj.diloco])
 def test_a_numpy_number_leaves_the_states_dtypes(make):
-    outer = make(outer_lr=np.float64(0.7), outer_momentum=np.float64(0.5), state_dtype="bfloat16")
+    outer = make(outer_lr=np.float64(0.7), outer_momentum=np.float64(0.5))
     params = jnp.ones((N, 3), jnp.float32)
     state = jax.eval_shape(jax.vmap(outer.init), params)
     _, after = jax.eval_shape(jax.vmap(outer.step, axis_name="replica"), params, state)
@@ -367,7 +367,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: nj.noloco(PAIRS, consensus=float("nan")), ValueError, "consensus is nan: it must be finite"),
     (lambda: nj.noloco(PAIRS, outer_lr=-1.0), ValueError, "outer_lr is -1.0: it must be finite and at least 0"),
     (lambda: nj.noloco(PAIRS, wire="int3"), ValueError, "wire is 'int3': choose from 'float32', 'bfloat16'"),
-    (lambda: nj.noloco(PAIRS, state_dtype="int8"), ValueError, "state_dtype is 'int8': choose from 'float32'"),
     (lambda: nj.RandomPairing(4, order="sorted"), ValueError, "order is 'sorted': choose from 'passes', 'independent'"),
     (lambda: nj.RandomPairing(4, seed=-1), ValueError, "seed is -1"),
     (lambda: nj.diloco(outer_lr=float("inf")), ValueError, "outer_lr is inf"),

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+import noloco_jax as nj
 from noloco_jax.config import from_dict, load_config
-from noloco_jax.methods import method_of
 from support import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,7 +31,8 @@ def waiting(config, method: str) -> dict[int, list[float]]:
 def test_with_noloco_only_the_partner_of_a_late_process_waits_for_it(config):
     seconds = waiting(config, "noloco")
     run = from_dict(load_config(str(config), [*FLAGS, "--config.num_replicas=4"]))
-    [partners] = [set(group) for group in method_of(run).groups(run, 2) if LATE in group]
+    pairing = nj.RandomPairing(run.num_replicas, seed=run.seed)
+    [partners] = [set(group) for group in pairing.pool[int(pairing.pool_index(2))] if LATE in group]
     assert max(seconds[6]) < SECONDS / 2
     assert {i for i, waited in enumerate(seconds[9]) if waited > SECONDS / 2} == partners - {LATE}
 

@@ -193,6 +193,28 @@ def test_ddp_is_one_large_batch_where_replicas_have_unequal_numbers_of_labels(me
     np.testing.assert_allclose(np.mean(metrics.loss), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("mesh", "num_devices"), [({}, 1), ({"replica": 2}, 4)], ids=["one device", "four"])
+def test_micro_batches_of_bfloat16_stages_are_summed_in_float32(mesh, num_devices):
+    """The micro-batches are equal: a bfloat16 sum of 512 would stop growing at half of them."""
+    number = 512
+    config = run_config(2, "fixed", kind="llama", **mesh)
+    model = dataclasses.replace(config.model, num_layers=2, param_dtype="bfloat16")
+    data = dataclasses.replace(config.data, batch_size=number)
+    config = dataclasses.replace(config, num_microbatches=number, model=model, data=data)
+    programs = programs_of(config, num_devices)
+    params, inner, _ = initial_state(programs)
+    one = {name: x[1, :1] for name, x in batches(1)[0].items()}
+    batch = {
+        name: jax.device_put(np.broadcast_to(x, (N, number, T)), programs.batch[name].sharding)
+        for name, x in one.items()
+    }
+    metrics = programs.inner_step(params, inner, batch, jnp.int32(1))[2]
+    initial = init_params(model, jax.random.key(0))
+    gradient, _ = jax.grad(functools.partial(loss, model), has_aux=True)(initial, one)
+    norm = np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in map(np.asarray, jax.tree.leaves(gradient))))
+    np.testing.assert_allclose(metrics.grad_norm, norm, rtol=0.01)
+
+
 TWO_A_DEVICE, FOUR_STAGES = "two replicas a device", "2 replicas x 4 stages"
 RANDOM_LAYOUTS = {
     TWO_A_DEVICE: (run_config(2, replica=2), 4, run_config(2)),

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import noloco_jax as nj
 from noloco_jax.config import from_dict, load_config
-from noloco_jax.methods import method_of
 from noloco_jax.metrics.evaluate import Validation, evaluate, evaluate_alone
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
@@ -44,7 +44,8 @@ def test_a_runs_outer_steps_match_the_oracle_with_the_pairings_groups(config, tm
     run = from_dict(load_config(str(config), ["--config.outer.momentum=0.5", "--config.outer.sync_every=4"]))
     assert trainer.train(run, tmp_path / "run") == 0
 
-    drawn = [method_of(run).groups(run, number) for number in range(6)]
+    pairing = nj.RandomPairing(run.num_replicas, seed=run.seed)
+    drawn = [pairing.pool[int(pairing.pool_index(number))] for number in range(6)]
     for (before, params, rule), groups in zip(steps, drawn, strict=True):
         theta, phi, delta = (jax.tree.leaves(tree) for tree in before)
         after = (jax.tree.leaves(tree) for tree in (params, rule.slow, rule.momentum))

@@ -81,14 +81,14 @@ class Archipelago:
         """Return an island's metrics of a kind."""
         return [line for line in processes.metrics(self.workdir(name)) if line["kind"] == kind]
 
-    def has_met(self, name: str, after: int = -1) -> bool:
+    def has_met(self, name: str, after: int = 0) -> bool:
         """Return whether an island has exchanged in a round after `after`."""
         lines = self.lines(name, "exchange")
         return any(line["outcome"] in ("met", "late") and line["round"] > after for line in lines)
 
     def last_round(self, name: str) -> int:
-        """Return the last round in an island's metrics, or -1."""
-        return max((line["round"] for line in self.lines(name, "train") if "round" in line), default=-1)
+        """Return the last round in an island's metrics, counted from 1; 0 before it."""
+        return max((line["round"] for line in self.lines(name, "train") if "round" in line), default=0)
 
     def until(self, condition: Callable[[], bool], *watched: str) -> None:
         """Wait for a condition while these processes, by default all, run; print what all said where it is not met."""

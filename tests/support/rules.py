@@ -21,13 +21,11 @@ class RuleCase:
       make: (num_replicas, axis_name, **settings) -> the outer optimizer.
       step: (θ, φ, δ, groups) -> (φ, δ), float64, replicas leading.
       bitwise: whether the members of a group hold equal slow weights after every round.
-      speed: how far a round moves a weight for every unit that inner steps push it in each of them, after many.
     """
 
     make: Callable[..., Any]
     step: Callable[..., tuple[np.ndarray, np.ndarray]]
     bitwise: bool
-    speed: float = BETA / (1 - ALPHA)
 
 
 def _noloco(num_replicas: int, axis_name: Any, group_size: int = 2, sync_every: int = 1, **settings: Any) -> Any:
@@ -59,9 +57,7 @@ def _diloco_step(nesterov, theta, phi, delta, groups):
 
 RULES = {
     "noloco": RuleCase(_noloco, _noloco_step, bitwise=False),
-    "corrections": RuleCase(
-        functools.partial(_noloco, momentum_of="corrections"), _corrections_step, bitwise=False, speed=BETA
-    ),
+    "corrections": RuleCase(functools.partial(_noloco, momentum_of="corrections"), _corrections_step, bitwise=False),
     "diloco": RuleCase(functools.partial(_diloco, False), functools.partial(_diloco_step, False), bitwise=True),
     "nesterov": RuleCase(functools.partial(_diloco, True), functools.partial(_diloco_step, True), bitwise=True),
 }

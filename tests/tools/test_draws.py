@@ -11,7 +11,7 @@ def bits(seed: int) -> tuple[int, ...]:
 
 
 def test_each_purpose_has_draws_of_its_own():
-    purposes = (draws.PAIRING, draws.POOL, draws.ROUTES, draws.ROUNDING, draws.CHECK)
+    purposes = (draws.PAIRING, draws.POOL, draws.ROUTES, draws.CHECK)
     drawn = [draws.uint32s(0, purpose, np.arange(8)) for purpose in purposes]
     assert len(np.unique(drawn)) == 8 * len(purposes)
 

@@ -40,7 +40,9 @@ def recipe(containing: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("containing", ["def on_replicas", "AxisType.Auto,), devices", "jax.lax.scan(step, carry"])
+@pytest.mark.parametrize(
+    "containing", ["def on_replicas", "AxisType.Auto,), devices", "jax.set_mesh", "jax.lax.scan(step, carry"]
+)
 def test_replicas_of_a_recipe_learn_the_targets_and_stay_close(containing):
     names = recipe(containing)
     found = np.asarray(names["weights"] if "weights" in names else names["params"]["w"])
@@ -58,6 +60,7 @@ def test_the_dataclass_of_a_recipe_learns_and_its_merged_model_is_as_good():
     names = recipe("register_dataclass")
     x = np.random.default_rng(0).normal(size=(200, 8)).astype(np.float32)
     assert np.mean((names["merged"](x) - x.sum(axis=-1)) ** 2) < 1  # the targets' variance is 8
+    assert abs(names["losses"].mean() / names["loss_of"](names["merged"], names["x"]) - 1) < 0.5  # of one moment
 
 
 def test_two_islands_of_the_pages_loop_end_with_one_model(monkeypatch, tmp_path):

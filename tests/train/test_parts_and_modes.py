@@ -106,7 +106,7 @@ TABLE = {
         SAME,
         "islands/test_training",
         (
-            Setting(every(offload=True, state_dtype="bfloat16"), (CUBE,)),
+            Setting(every(offload=True), (CUBE,)),
             Setting(every(offload=True, delay=1)),
         ),
     ),

@@ -12,7 +12,7 @@ import numpy as np
 from noloco_jax.config import ModelConfig
 from noloco_jax.model.kind import from_params, stages_of
 from noloco_jax.model.loss import token_nll
-from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches
+from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches, widened
 
 PyTree = Any
 
@@ -47,26 +47,30 @@ def routed_nll(
     sources = jnp.asarray(np.argsort(pool, axis=-1))  # the sender of each replica; the pool lists the receivers
     layers_a_stage = model.num_layers // num_stages
     fields = stages_of(model)
+    layers, narrow_layers = widened(params[fields.layers])
+    embedding, narrow_embedding = widened({fields.embedding: params[fields.embedding]})
 
     def run(slot: tuple[PyTree, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         blocks, h_BTD, segments_BT = slot
-        return from_params(model, {fields.layers: blocks}).run_blocks_in_training(h_BTD, segments_BT=segments_BT)
+        return from_params(model, {fields.layers: narrow_layers(blocks)}).run_blocks_in_training(
+            h_BTD, segments_BT=segments_BT
+        )
 
     if model.remat == "stage":
         run = jax.checkpoint(run)
 
     def enter(slot):
-        replica, ids_BT = slot
-        return from_params(model, replica).embed_tokens(ids_BT)
+        table, ids_BT = slot
+        return from_params(model, narrow_embedding(table)).embed_tokens(ids_BT)
 
     def microbatch(_, part):
         m, parts_NBT = part
-        h_NBTD = jax.lax.map(enter, (params, parts_NBT["input_ids"]))
+        h_NBTD = jax.lax.map(enter, (embedding, parts_NBT["input_ids"]))
         routed = (parts_NBT.get("segment_ids"), parts_NBT["labels"], weight_N)
         auxiliary_N = jnp.zeros_like(weight_N)
         for stage in range(num_stages):
             chosen = slice(stage * layers_a_stage, (stage + 1) * layers_a_stage)
-            blocks = jax.tree.map(lambda x, chosen=chosen: x[:, chosen], params[fields.layers])
+            blocks = jax.tree.map(lambda x, chosen=chosen: x[:, chosen], layers)
             h_NBTD, of_layers_N = jax.lax.map(run, (blocks, h_NBTD, routed[0]))
             auxiliary_N += of_layers_N * routed[2] * num_labels(routed[1])
             if stage < num_stages - 1:

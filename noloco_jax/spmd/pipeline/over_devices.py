@@ -23,7 +23,7 @@ from noloco_jax.exchange.permute import Routes, lower, permute_blocks
 from noloco_jax.exchange.swap import NOWHERE
 from noloco_jax.model.kind import from_params, stages_of
 from noloco_jax.model.loss import token_nll
-from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches
+from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches, widened
 from noloco_jax.spmd.stages import sum_over_stages
 
 PyTree = Any
@@ -87,6 +87,7 @@ def routed_nll(
     messages = device_routes(pool, lax.axis_size("replica"), batch["labels"].shape[0])
     fields = stages_of(model)
     vocabulary = {name: params[name] for name in (fields.embedding, fields.head)}
+    layers, narrowed = widened(params[fields.layers])
 
     def look_up(slot: tuple[PyTree, jax.Array]) -> jax.Array:
         """Return the embeddings of this stage's tokens, and zeros for all others."""
@@ -98,9 +99,11 @@ def routed_nll(
     def run(h_LBTD: jax.Array, segments_LBT: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         def one(slot):
             blocks, h_BTD, segments_BT = slot
-            return from_params(model, {fields.layers: blocks}).run_blocks_in_training(h_BTD, segments_BT=segments_BT)
+            return from_params(model, {fields.layers: narrowed(blocks)}).run_blocks_in_training(
+                h_BTD, segments_BT=segments_BT
+            )
 
-        return lax.map(one, (params[fields.layers], h_LBTD, segments_LBT))
+        return lax.map(one, (layers, h_LBTD, segments_LBT))
 
     if model.remat == "stage":
         run = jax.checkpoint(run, prevent_cse=False)
