@@ -122,12 +122,12 @@ def test_a_new_batch_shape_resumes_at_the_same_token(tmp_path, kind):
 
 
 def test_unshuffled_files_are_dealt_to_replicas_in_sorted_order(tmp_path):
-    write_c4(tmp_path, [[f"{100 * file + 10 * k} 10" for k in range(3)] for file in range(5)])
+    write_c4(tmp_path, [[f"{100 * file + 10 * k} 10" for k in range(4)] for file in range(5)])
     config, _ = write_counting("jsonl", tmp_path / "unused", 3)
     config = replace(config, path=str(tmp_path), shuffle_buffer=1, batch_size=1, sequence_length=1)
-    for replica, stream in enumerate(open_streams(config, 2)):
-        expected = [100 * file + token for file in range(replica, 5, 2) for token in range(30)]
-        assert read_through(stream, 0) == expected
+    for replica, stream in enumerate(open_streams(config, 2)):  # the fifth file is cut in the middle
+        expected = [100 * file + token for file in range(replica, 4, 2) for token in range(40)]
+        assert read_through(stream, 0) == [*expected, *range(400 + 20 * replica, 420 + 20 * replica)]
 
 
 def test_few_unshuffled_files_are_dealt_to_replicas_by_document(tmp_path):
