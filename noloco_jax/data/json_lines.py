@@ -9,18 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from noloco_jax.data.file_shares import FileLength, FilePart, divide_files
-from noloco_jax.data.find_files import HELD_OUT_EVERY
-from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader, first_lines
+from noloco_jax.data.find_files import HELD_OUT_EVERY, SUFFIXES
+from noloco_jax.data.line_reader import Line, LinePosition, LineReader, first_lines
 from noloco_jax.data.reading import READ_AT_ONCE, DamagedFileError, file_sizes, leave_out, versions_fact
 from noloco_jax.data.source import GOLDEN_STEP, Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
-# A plain .json is rarely one of lines.
-SUFFIXES = (
-    ".jsonl",
-    ".ndjson",
-    *(kind + suffix for kind in (".jsonl", ".ndjson", ".json") for suffix in COMPRESSED),
-)
 _START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 
 # Bytes, as stored, that are read to learn the lengths of files: of all together, and at least of each.
@@ -45,6 +39,11 @@ def parse_text(line: Line, options: SourceOptions) -> str | None:
             reason = f"it is {reprlib.repr(document)}"
     except (ValueError, RecursionError) as error:
         reason = str(error)
+        for kind in ("parquet", "text"):
+            if line.path.lower().endswith(SUFFIXES[kind]):
+                remedy = f"give {options.beside('kind')}={kind}, if that is its kind"
+    if line.number == 1 and line.content.lstrip().startswith(b"["):
+        remedy = "the file is a JSON array: write each of its objects on a line, as `jq -c '.[]'` does"
     raise DamagedFileError(
         f'{line.path}, line {line.number} is not a JSON object with a string "{name}" ({reason}): {remedy}'
     )
@@ -88,10 +87,12 @@ class JsonLinesSource(Source):
     def _find_held_out(self) -> int:
         with closing(LineReader(self.files)) as lines:
             first = [line for line in (lines.next() for _ in range(HELD_OUT_EVERY)) if line is not None]
+        if first:
+            parse_text(first[0], self.options)
         if len(first) < 2:
             raise UserError(
-                f"{self.name} holds {len(first)} documents: give {self.options.beside('validation_path')}, or at "
-                "least two, for one to be held out for validation"
+                f"{self.name} holds {'one document' if first else 'no document'}: give "
+                f"{self.options.beside('validation_path')}, or at least two, for one to be held out for validation"
             )
         with_text = [line for line in first if self._text(line)] or first
         return self._fiftieth(with_text[len(with_text) // 2])

@@ -64,7 +64,7 @@ def test_missing_data_are_refused_with_the_files_looked_for(tmp_path, kind, patt
     ("columns", "pattern"),
     [
         (
-            {"tokens": [[1]], "input_ids": [[1]]},
+            {"tokens": [[1]], "ids": [[1]]},
             r"has the columns tokens \(list<.*: expected strings in 'text' .*data\.text_column",
         ),
         (
