@@ -56,8 +56,7 @@ def read_records(documents: ReplicaDocuments, position: DataPosition) -> Generat
                 shards = (share(epoch, replica, num_replicas),)
             first, *rest = shards
             # Two positions may be in the same shard (divided once and merged again); each reads it at its own pace.
-            start = first.document % first.stride if first.stride else first.document
-            key = (*first[:3], first.stride, start)
+            key = (*first[:3], *((first.document,) if first.is_single else (first.first_turn, first.end_turn)))
             if key not in opened:
                 opened[key] = source.open_shard(*first[:3], first.seek_hint)
             record = opened[key].get(first.document)
@@ -72,7 +71,7 @@ def read_records(documents: ReplicaDocuments, position: DataPosition) -> Generat
                 )
             else:
                 shards = tuple(rest)
-            if record is None or not first.stride:
+            if record is None or first.is_single:
                 opened.pop(key).close()
     finally:
         for shard in opened.values():

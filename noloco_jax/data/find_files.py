@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,21 @@ from noloco_jax.data.reading import tell_once
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import is_remote, list_files
+
+# The names of each kind's files.
+SUFFIXES = {
+    "jsonl": (
+        ".jsonl",
+        ".ndjson",
+        *(kind + suffix for kind in (".jsonl", ".ndjson", ".json") for suffix in COMPRESSED),
+    ),
+    "parquet": (".parquet",),
+    "text": (".md", ".py", ".rst", ".txt"),
+}
+# Names of JSON lines where no file has one of those above -> the names beside which these are something else.
+RARE_JSON_LINES = {".json": (".parquet", ".txt", *COMPRESSED), **dict.fromkeys(COMPRESSED, (".parquet",))}
+
+_NONE: Mapping[str, Sequence[str]] = {}
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 # Files of a run's workdir, the second from before its data are opened, and of the folder of a comparison of runs.
@@ -30,8 +45,10 @@ _SPLIT_PATTERNS = {
 }
 
 
-def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
+def find_files(options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NONE) -> list[str]:
     """Find the files below the folder `options.path` in sorted order, or the one file that it is.
+
+    Where none ends with one of `suffixes`, those are read that end with a key of `rare`, if none ends with its values.
 
     Links to files and folders are followed. Hidden files and folders, and folders that hold caches, installed packages
     or runs of this package, are left out. So are the files below `options.exclude`, by their path or by the one that a
@@ -39,7 +56,7 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
 
     Raises `UserError` if there is no such file.
     """
-    root, suffixes = options.root, tuple(suffixes)
+    root = options.root
     every = _remote_files(options) if is_remote(root) else _local_files(options)
     if every == [root]:
         return every
@@ -49,17 +66,23 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
 
     def is_read(file: str) -> bool:
         *folders, name = parts_below(file, root)
-        if not name.lower().endswith(suffixes) or name.startswith(".") or any(map(_is_skipped, folders)):
+        if name.startswith(".") or any(map(_is_skipped, folders)):
             return False
         if any(_is_below(file, run) for run in of_runs) or not (is_remote(file) or os.path.isfile(file)):
             return False
         return not (excludes and (_is_below(_full_path(file), named) or _is_below(real_path(file), real)))
 
-    found = list(filter(is_read, every))
-    if not found:
-        patterns = ", ".join(f"*{suffix}" for suffix in suffixes)
-        raise UserError(f"{options.name} holds no file {patterns}")
-    return found
+    def ending(endings: Sequence[str]) -> list[str]:
+        return [file for file in every if file.lower().endswith(tuple(endings)) and is_read(file)]
+
+    if found := ending(suffixes):
+        return found
+    if found := [file for suffix, beside in rare.items() if not ending(beside) for file in ending([suffix])]:
+        return sorted(found)
+    others = [kind for kind, its_suffixes in SUFFIXES.items() if ending(its_suffixes)]
+    patterns = ", ".join(f"*{suffix}" for suffix in (*suffixes, *rare))
+    remedy = f", but files of another kind: give {options.beside('kind')}={' or '.join(others)}" if others else ""
+    raise UserError(f"{options.name} holds no file {patterns}{remedy}")
 
 
 def _remote_files(options: SourceOptions) -> list[str]:
@@ -154,7 +177,9 @@ def _split_in_part(name: str) -> str | None:
     return min(found, key=lambda split: found[split], default=None)
 
 
-def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[str], str]:
+def split_files(
+    options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NONE
+) -> tuple[list[str], str]:
     """Return (sorted files of `options.split`, each once, part of their documents that belongs to it, see `HoldOut`).
 
     Where some files are named after a split, training reads those of "train" alone, or else those that name none, and
@@ -164,7 +189,7 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
 
     Raises `UserError` if no file is left, or if one is there compressed and not.
     """
-    files = find_files(options, suffixes)
+    files = find_files(options, suffixes, rare)
     _check_compressed_once(files)
     by_split: dict[str | None, list[str]] = {}
     for file in files:

@@ -3,22 +3,23 @@
 import functools
 import json
 import reprlib
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-from noloco_jax.data.find_files import HELD_OUT_EVERY
-from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
-from noloco_jax.data.reading import DamagedFileError, file_sizes, leave_out, versions_fact
+from noloco_jax.data.file_shares import FileLength, FilePart, divide_files
+from noloco_jax.data.find_files import HELD_OUT_EVERY, SUFFIXES
+from noloco_jax.data.line_reader import Line, LinePosition, LineReader, first_lines
+from noloco_jax.data.reading import READ_AT_ONCE, DamagedFileError, file_sizes, leave_out, versions_fact
 from noloco_jax.data.source import GOLDEN_STEP, Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
-# A plain .json is rarely one of lines.
-SUFFIXES = (
-    ".jsonl",
-    ".ndjson",
-    *(kind + suffix for kind in (".jsonl", ".ndjson", ".json") for suffix in COMPRESSED),
-)
 _START = (0, 0, 0, 0, 0)  # the seek hint of the first window
+
+# Bytes, as stored, that are read to learn the lengths of files: of all together, and at least of each.
+_MEASURED_BYTES, _MEASURED_BYTES_EACH = 1 << 25, 1 << 17
+_measuring = threading.Lock()  # replicas open their shards at once
 
 
 def parse_text(line: Line, options: SourceOptions) -> str | None:
@@ -38,6 +39,11 @@ def parse_text(line: Line, options: SourceOptions) -> str | None:
             reason = f"it is {reprlib.repr(document)}"
     except (ValueError, RecursionError) as error:
         reason = str(error)
+        for kind in ("parquet", "text"):
+            if line.path.lower().endswith(SUFFIXES[kind]):
+                remedy = f"give {options.beside('kind')}={kind}, if that is its kind"
+    if line.number == 1 and line.content.lstrip().startswith(b"["):
+        remedy = "the file is a JSON array: write each of its objects on a line, as `jq -c '.[]'` does"
     raise DamagedFileError(
         f'{line.path}, line {line.number} is not a JSON object with a string "{name}" ({reason}): {remedy}'
     )
@@ -46,9 +52,10 @@ def parse_text(line: Line, options: SourceOptions) -> str | None:
 class JsonLinesSource(Source):
     """Source of JSON lines: a document is the text of a line, see `parse_text`.
 
-    Shard i of N holds the files i, i + N, ... of the sorted list; where there are fewer files than shards, it holds
-    every document of all files whose number is i modulo N. Shuffled, the files of a shard are in a new order in every
-    epoch, and its documents are shuffled within windows of `shuffle_buffer`; 1 keeps the order of the files.
+    Files are divided into shards of equal length, see `divide_files`. Lengths are counted, of long files estimated
+    from their beginnings. Of fewer files than shards, shard i of N reads all and holds the documents whose number is i
+    modulo N. Shuffled, the files are in a new order in every epoch, and a shard's documents are shuffled within windows
+    of `shuffle_buffer`; 1 keeps the order of the files.
 
     Held out for validation is a fiftieth of the lines: those for which the line's number plus the file's, times the
     golden ratio, modulo 1, lies in one fiftieth of [0, 1). So reading a line is enough to know it, and lines that take
@@ -80,10 +87,12 @@ class JsonLinesSource(Source):
     def _find_held_out(self) -> int:
         with closing(LineReader(self.files)) as lines:
             first = [line for line in (lines.next() for _ in range(HELD_OUT_EVERY)) if line is not None]
+        if first:
+            parse_text(first[0], self.options)
         if len(first) < 2:
             raise UserError(
-                f"{self.name} holds {len(first)} documents: give {self.options.beside('validation_path')}, or at "
-                "least two, for one to be held out for validation"
+                f"{self.name} holds {'one document' if first else 'no document'}: give "
+                f"{self.options.beside('validation_path')}, or at least two, for one to be held out for validation"
             )
         with_text = [line for line in first if self._text(line)] or first
         return self._fiftieth(with_text[len(with_text) // 2])
@@ -93,17 +102,45 @@ class JsonLinesSource(Source):
         return self.part == "all" or (self._fiftieth(line) == self._held_out) == (self.part == "held_out")
 
     def count_documents(self, most: int) -> int:
-        """Count documents, where there are fewer files than `most`. The first one has to be readable."""
-        found, needed = 0, most if len(self.files) < most else 1
+        """Count documents, at most `most`. The first one has to be readable."""
+        found = 0
         with closing(LineReader(self.files)) as lines:
-            while found < needed and (line := lines.next()) is not None:
+            while found < most and (line := lines.next()) is not None:
                 if found == 0:
                     parse_text(line, self.options)
                 found += self.in_part(line)
-        return most if found == needed else found
+        return found
+
+    def file_lengths(self) -> list[FileLength]:
+        """Return the length of each file; of its documents that belong to the part."""
+        with _measuring:
+            return self._lengths
+
+    @functools.cached_property
+    def _lengths(self) -> list[FileLength]:
+        max_bytes = max(_MEASURED_BYTES // len(self.files), _MEASURED_BYTES_EACH)
+        with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+            return list(pool.map(functools.partial(self._measure, max_bytes), self.files, file_sizes(self.files)))
+
+    def _measure(self, max_bytes: int, file: str, size: int) -> FileLength:
+        documents = length = 0
+        for line in first_lines(file, max_bytes):
+            if not line.content.isspace() and self.in_part(line):
+                documents, length = documents + 1, length + len(line.content)
+        if size <= max_bytes:
+            return FileLength(documents, length, is_counted=True)
+        return FileLength(*(max(1, number * size // max_bytes) for number in (documents, length)), is_counted=False)
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "JsonLinesEpochShard":
-        return JsonLinesEpochShard(self, epoch, shard, num_shards, seek_hint)
+        order = list(range(len(self.files)))
+        if self.options.shuffle_buffer > 1:
+            order = seeded_permutation(len(order), self.options.seed, epoch).tolist()
+        is_divided = 1 < num_shards <= len(order)
+        if is_divided:
+            parts = divide_files(self.file_lengths(), order, num_shards)[shard]
+        else:
+            parts = [FilePart(file, shard, shard + 1, num_shards) for file in order]
+        return JsonLinesEpochShard(self, parts, is_divided, (epoch, shard, num_shards), seek_hint)
 
     def load(self, records: Sequence[Line]) -> list[str]:
         return [self._text(line) for line in records]
@@ -120,26 +157,35 @@ class JsonLinesSource(Source):
 
 
 class JsonLinesEpochShard(WindowShuffledShard):
-    """The documents of some files of a source; of few files, each whose number is the shard's modulo their number.
+    """Parts of files of a source, one after another.
 
-    A seek hint is (window, *`LinePosition`, documents of the part before): where this window begins.
+    A seek hint is (window, *`LinePosition`, number of the next document): where this window begins.
+
+    Args:
+      source: the files.
+      parts: what belongs to the shard.
+      is_numbered_by_file: whether documents are numbered in each file, as those of `divide_files`, or through all.
+      key: integers that the shuffle depends on.
+      seek_hint: an earlier one, or ().
     """
 
-    def __init__(self, source: JsonLinesSource, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]):
-        seed, window_size = source.options.seed, source.options.shuffle_buffer
-        super().__init__(window_size, (seed, epoch, shard, num_shards))
-        self._source, self._remainder, self._modulus = source, shard, num_shards
-        self._files, key = list(source.files), (epoch,)
-        if len(self._files) >= num_shards:
-            self._files, key = self._files[shard::num_shards], (epoch, shard, num_shards)
-            self._remainder, self._modulus = 0, 1
-        if window_size > 1:  # replicas that divide the documents of the same files read these in one order
-            self._files = [self._files[k] for k in seeded_permutation(len(self._files), seed, *key)]
+    def __init__(
+        self,
+        source: JsonLinesSource,
+        parts: Sequence[FilePart],
+        is_numbered_by_file: bool,
+        key: tuple[int, ...],
+        seek_hint: tuple[int, ...],
+    ):
+        super().__init__(source.options.shuffle_buffer, (source.options.seed, *key))
+        self._source, self._parts, self._is_numbered_by_file = source, parts, is_numbered_by_file
+        self._files = [source.files[part.file] for part in parts]
         self._go_to(seek_hint or _START)
 
     def _go_to(self, seek_hint: tuple[int, ...]) -> None:
         self._next_window, *position, self._number = seek_hint
         self._lines = LineReader(self._files, LinePosition(*position))
+        self._file = self._lines.position.file if self._lines.position.lines else -1
 
     def read_window(self, window: int) -> list[Line]:
         if window < self._next_window:
@@ -150,12 +196,23 @@ class JsonLinesEpochShard(WindowShuffledShard):
             self.seek_hint = (self._next_window, *self._lines.position, self._number)
             records = []
             while len(records) < self._window_size and (line := self._lines.next()) is not None:
-                if self._source.in_part(line):
-                    if self._number % self._modulus == self._remainder:
-                        records.append(line)
-                    self._number += 1
+                if self._source.in_part(line) and self._holds_next():
+                    records.append(line)
             self._next_window += 1
         return records
+
+    def _holds_next(self) -> bool:
+        """Count the document that was read; return True if it belongs to the shard."""
+        file = self._lines.position.file
+        if file != self._file:
+            self._file = file
+            if self._is_numbered_by_file:
+                self._number = 0
+        part, number = self._parts[file], self._number
+        self._number += 1
+        if part.ends and self._number >= part.stop:
+            self._lines.skip_file()
+        return part.holds(number)
 
     def close(self) -> None:
         self._lines.close()

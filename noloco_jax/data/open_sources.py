@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from noloco_jax.data.find_files import real_path, split_files
-from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
+from noloco_jax.data.find_files import RARE_JSON_LINES, SUFFIXES, real_path, split_files
 from noloco_jax.data.json_lines import JsonLinesSource
-from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.parquet import ParquetSource
 from noloco_jax.data.source import EncodeTexts, Source, SourceOptions
 from noloco_jax.data.text import TextSource, piece_bytes
@@ -85,8 +83,8 @@ def _source(config: "DataConfig", options: SourceOptions, vocab_size: int | None
     if config.kind == "text":
         return TextSource(options, piece)
     if config.kind == "jsonl":
-        return JsonLinesSource(options, *split_files(options, JSON_LINES_SUFFIXES))
+        return JsonLinesSource(options, *split_files(options, SUFFIXES["jsonl"], RARE_JSON_LINES))
     if config.kind == "parquet":
-        files = split_files(options, PARQUET_SUFFIXES)
+        files = split_files(options, SUFFIXES["parquet"])
         return ParquetSource(options, *files, config.sequence_length, vocab_size)
     raise UserError(f'{options.beside("kind")}={config.kind!r}: the kinds are "jsonl", "parquet" and "text"')

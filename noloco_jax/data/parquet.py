@@ -13,8 +13,6 @@ from noloco_jax.data.reading import DamagedFileError, tell_once, versions_fact
 from noloco_jax.data.source import Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
-SUFFIXES = (".parquet",)
-
 
 class RowBlock(NamedTuple):
     """Consecutive row groups of a file, from `first_group` to before `end_group`."""
@@ -50,9 +48,10 @@ class ParquetSource(Source):
 
     * `labels`, as Hugging Face has it: the label of the next token of the row;
     * `label`: the stored one;
-    * `attention_mask` alone: the next token of the row, where both are attended to.
+    * `attention_mask` alone: the next token of the row, where both are attended to;
+    * none: the next token of the row.
 
-    A label of -100 is out of the loss. In the first and last case so is the last token of a row, and sequences at a
+    A label of -100 is out of the loss. Without `label`, so is the last token of a row, and sequences at a
     row's end are left out if they are padding alone: without a label, or not attended to. What `attention_mask` leaves
     out comes behind the tokens of its row, wherever it stood, and no token attends to it.
 
@@ -74,7 +73,7 @@ class ParquetSource(Source):
         super().__init__(options, files, part)
         self._footers = read_footers(files, options.text_column)
         self._converters = [
-            RowConverter(file, footer.columns, sequence_length, vocab_size)
+            RowConverter(file, footer.columns, footer.columns == (options.text_column,), sequence_length, vocab_size)
             for file, footer in zip(files, self._footers, strict=True)
         ]
         texts, tokens = ([c.path for c in self._converters if c.is_text is text] for text in (True, False))

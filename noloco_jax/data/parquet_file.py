@@ -86,22 +86,24 @@ def _decoding(path: str, read: Callable[[], T]) -> T:
 def choose_columns(path: str, schema: "pa.Schema", text_column: str) -> tuple[str, ...]:
     """Choose the columns of a file to read: `input_ids` and what its labels are made from, or the one of text.
 
-    Tokens come before a column `text` beside them; a text column of another name is read whatever there is.
+    Tokens with labels or a mask come before a column `text` beside them, those alone after it. A text column of another
+    name is read whatever there is.
 
     Raises `UserError` if there are none of these types.
     """
     kinds = dict(zip(schema.names, schema.types, strict=True))
+    has_text = text_column in kinds and _is_text(kinds[text_column])
     if text_column == _USUAL_TEXT_COLUMN:
         names = ("input_ids", "labels", "label", "attention_mask")
         lists = [name for name in names if name in kinds and _lists_integers(kinds[name])]
-        if lists[:1] == ["input_ids"] and len(lists) > 1:
-            return "input_ids", *dict.fromkeys([lists[1], *(["attention_mask"] if "attention_mask" in lists else [])])
-    if text_column in kinds and _is_text(kinds[text_column]):
+        if lists[:1] == ["input_ids"] and (len(lists) > 1 or not has_text):
+            return *lists[:2], *(name for name in lists[2:] if name == "attention_mask")
+    if has_text:
         return (text_column,)
     raise UserError(
         f"{path} has the columns {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}: expected strings in "
-        f"{text_column!r} (data.text_column names another), or lists of integers in input_ids and in labels (equal to "
-        "them, as Hugging Face has it), label (the ids that follow) or attention_mask"
+        f"{text_column!r} (data.text_column names another), or lists of integers in input_ids, and perhaps in labels "
+        "(equal to them, as Hugging Face has it), label (the ids that follow) or attention_mask"
     )
 
 
@@ -117,7 +119,14 @@ def _is_text(kind: "pa.DataType") -> bool:
 
     if types.is_dictionary(kind):
         kind = kind.value_type
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or is_binary(kind)
+
+
+def is_binary(kind: "pa.DataType") -> bool:
+    """Return True for strings of bytes, which writers that do not mark text as such leave."""
+    import pyarrow.types as types
+
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
 
 def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator["pa.RecordBatch"]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from noloco_jax.data.parquet_file import is_binary
 from noloco_jax.data.reading import leave_out
 from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
@@ -22,18 +23,21 @@ class RowConverter(NamedTuple):
     Attributes:
       path: the file.
       columns: the columns of its batches, see `parquet_file.choose_columns`.
+      is_text: whether they are one of texts.
       sequence_length: tokens of a sequence; sequences of padding alone are left out at the end of a row.
       vocab_size: the model's; None leaves the ids unchecked.
     """
 
     path: str
     columns: tuple[str, ...]
+    is_text: bool
     sequence_length: int
     vocab_size: int | None
 
     @property
-    def is_text(self) -> bool:
-        return len(self.columns) == 1
+    def _labelled_by(self) -> str:
+        """The column that labels are made from; without one, as with a mask of ones."""
+        return self.columns[1] if len(self.columns) > 1 else "attention_mask"
 
     @property
     def empty_row(self) -> Any:
@@ -73,6 +77,8 @@ class RowConverter(NamedTuple):
                 holes_N = np.flatnonzero(np.asarray(column.flatten().is_null()))
                 rows = np.searchsorted(np.cumsum(_lengths(column)), holes_N, side="right")
                 bad |= dict.fromkeys(rows.tolist(), f"{name} holds a null")
+        if self.is_text:
+            bad |= dict.fromkeys(_not_utf8(batch.column(0)), f"{self.columns[0]} is not UTF-8")
         for name in () if self.is_text else self.columns[1:]:
             unequal_R = _lengths(batch.column(name)) != _lengths(batch.column("input_ids"))
             bad = dict.fromkeys(np.flatnonzero(unequal_R).tolist(), f"{name} is not as long as input_ids") | bad
@@ -86,19 +92,19 @@ class RowConverter(NamedTuple):
         ids_N, mask_N = values["input_ids"], values.get("attention_mask")
         followed_N = np.ones(len(ids_N), bool)  # the next token is in the same row
         followed_N[ends_R[lengths_R > 0] - 1] = False
-        labels_N = self._labels(ids_N, values[self.columns[1]], followed_N)
+        labels_N = self._labels(ids_N, values.get(self._labelled_by), followed_N)
         if mask_N is not None:
             # A label that is stored is its token's own, the others are the next token's.
-            labelled_N = mask_N if self.columns[1] == "label" else mask_N & np.roll(mask_N, -1)
+            labelled_N = mask_N if self._labelled_by == "label" else mask_N & np.roll(mask_N, -1)
             labels_N = np.where(labelled_N != 0, labels_N, IGNORED_LABEL)
         self._check_ids(ids_N, labels_N)
         rows_2N = np.stack([ids_N, labels_N])
         if mask_N is not None:
             rows_2N = _with_padding_behind(rows_2N, mask_N == 0, lengths_R)
         kept_R = lengths_R
-        if self.columns[1] == "attention_mask":
+        if self._labelled_by == "attention_mask":
             kept_R = self._lengths_in_use(rows_2N[0] != PADDING, starts_R, lengths_R)
-        elif self.columns[1] == "labels":
+        elif self._labelled_by == "labels":
             kept_R = self._lengths_in_use(rows_2N[1] != IGNORED_LABEL, starts_R, lengths_R)
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
 
@@ -114,20 +120,25 @@ class RowConverter(NamedTuple):
         except pa.ArrowInvalid as error:
             raise UserError(f"{self.path}: {name} holds what is no token id ({error}): write the row again") from None
 
-    def _labels(self, ids_N: np.ndarray, other_N: np.ndarray, followed_N: np.ndarray) -> np.ndarray:
+    def _labels(self, ids_N: np.ndarray, stored_N: np.ndarray | None, followed_N: np.ndarray) -> np.ndarray:
         """The label of each token: the token that follows it in its row, or `IGNORED_LABEL`."""
         next_ids_N = np.roll(ids_N, -1)  # the last one is no row's
-        if self.columns[1] == "attention_mask":
+        if stored_N is None or self._labelled_by == "attention_mask":
             return np.where(followed_N, next_ids_N, IGNORED_LABEL)
-        if self.columns[1] == "label":
-            return other_N
         # A row's last token has no next id to compare its label with.
-        scored_N = (other_N != IGNORED_LABEL) & followed_N
-        if (other_N == next_ids_N)[scored_N].all() and not (other_N == ids_N)[scored_N].all():
+        scored_N = (stored_N != IGNORED_LABEL) & followed_N
+        are_next, are_own = ((stored_N == ids)[scored_N].all() for ids in (next_ids_N, ids_N))
+        if self._labelled_by == "label":
+            if are_own and not are_next:
+                raise UserError(
+                    f"{self.path}: label equals input_ids, and must hold the ids that follow: name the column labels"
+                )
+            return stored_N
+        if are_next and not are_own:
             raise UserError(
                 f"{self.path}: labels holds the ids that follow, and must equal input_ids: name the column label"
             )
-        return np.where(followed_N, np.roll(other_N, -1), IGNORED_LABEL)
+        return np.where(followed_N, np.roll(stored_N, -1), IGNORED_LABEL)
 
     def _lengths_in_use(self, used_N: np.ndarray, starts_R: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
         """Length of each row up to the end of the sequence that holds its last used token."""
@@ -147,7 +158,7 @@ class RowConverter(NamedTuple):
         negative = labels_N[(labels_N < 0) & (labels_N != IGNORED_LABEL)]
         if len(negative):
             raise UserError(
-                f"{self.path}: {self.columns[1]} holds {int(negative[0])}, which is neither a token id nor "
+                f"{self.path}: {self._labelled_by} holds {int(negative[0])}, which is neither a token id nor "
                 f"{IGNORED_LABEL}, the label that is out of the loss: write {IGNORED_LABEL} where nothing is to be "
                 "predicted"
             )
@@ -167,8 +178,32 @@ def _with_padding_behind(rows_2N: np.ndarray, padding_N: np.ndarray, lengths_R: 
     return rows_2N[:, np.lexsort((padding_N, row_N))]
 
 
+def _not_utf8(column: Any) -> list[int]:
+    """Return the rows of a binary column that hold something else than text."""
+    column = _without_dictionary(column)
+    if not is_binary(column.type):
+        return []
+
+    def is_text(content: bytes | None) -> bool:
+        try:
+            return content is None or content.decode() is not None
+        except UnicodeDecodeError:
+            return False
+
+    return [row for row, content in enumerate(column.to_pylist()) if not is_text(content)]
+
+
+def _without_dictionary(column: Any) -> Any:
+    import pyarrow.types as types
+
+    return column.dictionary_decode() if types.is_dictionary(column.type) else column
+
+
 def _texts(column: Any) -> list[str]:
-    """Return the text of each row; bytes that are not UTF-8 become U+FFFD, as in text files."""
+    """Return the text of each row; bytes of a string that are not UTF-8 become U+FFFD, as in text files."""
+    column = _without_dictionary(column)
+    if is_binary(column.type):
+        return [content.decode() for content in column.to_pylist()]
     try:
         return column.to_pylist()
     except UnicodeDecodeError:

@@ -8,18 +8,23 @@ number of replicas a replica first reads the rest of the shards of the old divis
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from noloco_jax.data.source import GOLDEN_STEP
 from noloco_jax.errors import UserError
 
+_TURNS, _FEWEST_TURNS = 1 << 32, 1 << 16  # of a whole shard, and of a part: to find its documents takes no time
 _EPOCHS = 1 << 12  # epochs of each replica that joined later, in a count of its own
 
 
 class ShardPosition(NamedTuple):
-    """Remainder of one shard of one epoch: documents `document`, `document + stride`, ... of it.
+    """Remainder of one shard of one epoch: its documents from `document` on whose turn is in a range.
+
+    Document k has as its turn k times the golden ratio, modulo 1. So a range of turns has its share of any consecutive
+    documents, and can be divided again and again.
 
     Attributes:
       epoch, shard, num_shards: the shard.
       document: number of the next document in the shard.
-      stride: distance to the document after it; 0 stands for this document alone.
+      first_turn, end_turn: the range, in units of 2^-32; an empty one stands for this document alone.
       token: number of tokens of the next document that have been read.
       seek_hint: `EpochShard.seek_hint` at that document; empty if not known.
     """
@@ -28,12 +33,38 @@ class ShardPosition(NamedTuple):
     shard: int
     num_shards: int
     document: int
-    stride: int
+    first_turn: int
+    end_turn: int
     token: int
     seek_hint: tuple[int, ...]
 
+    @property
+    def is_single(self) -> bool:
+        return self.first_turn == self.end_turn
+
+    def single(self) -> "ShardPosition":
+        """Return the position of the next document alone."""
+        return self._replace(end_turn=self.first_turn)
+
     def next_document(self) -> "ShardPosition":
-        return self._replace(document=self.document + self.stride, token=0)
+        return self._replace(document=self._following(self.document + 1), token=0)
+
+    def part(self, start: int, stop: int, count: int) -> "list[ShardPosition]":
+        """Return parts `start` to `stop` - 1 of `count` equal ones. What was divided often is all in the first part."""
+        width = self.end_turn - self.first_turn
+        if width < count * _FEWEST_TURNS:
+            return [self] if start == 0 else []
+        first_turn, end_turn = (self.first_turn + width * border // count for border in (start, stop))
+        part = self._replace(first_turn=first_turn, end_turn=end_turn)
+        return [part._replace(document=part._following(self.document))]
+
+    def _following(self, document: int) -> int:
+        """Return the first document from `document` on whose turn is in the range."""
+        if self.end_turn - self.first_turn == _TURNS:
+            return document
+        while not self.first_turn <= document * GOLDEN_STEP % 2**64 * _TURNS >> 64 < self.end_turn:
+            document += 1
+        return document
 
 
 class DataPosition(NamedTuple):
@@ -58,7 +89,7 @@ class DataPosition(NamedTuple):
 
 def shard_start(epoch: int, shard: int, num_shards: int) -> ShardPosition:
     """Return the beginning of a shard of an epoch."""
-    return ShardPosition(epoch, shard, num_shards, document=0, stride=1, token=0, seek_hint=())
+    return ShardPosition(epoch, shard, num_shards, 0, first_turn=0, end_turn=_TURNS, token=0, seek_hint=())
 
 
 def share(epoch: int, replica: int, num_replicas: int) -> ShardPosition:
@@ -85,9 +116,9 @@ def after_document(shards: tuple[ShardPosition, ...]) -> tuple[ShardPosition, ..
     a later epoch.
     """
     first, rest = shards[0], shards[1:]
-    if not first.stride:
+    if first.is_single:
         return rest
-    turn = next((k for k, shard in enumerate(rest) if shard.stride and shard.epoch > first.epoch), len(rest))
+    turn = next((k for k, shard in enumerate(rest) if not shard.is_single and shard.epoch > first.epoch), len(rest))
     return (*rest[:turn], first.next_document(), *rest[turn:])
 
 
@@ -107,20 +138,19 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
     `states[i]` is `Stream.get_state()` of replica i of N, all of them from one checkpoint. The j-th result is for
     `set_state` of a stream of replica j of M over the same data.
 
-    M < N: replica j takes over from the replicas i with i % M == j: first the rest of the documents that they had
-    begun, one after another, then the rest of their shards in turns. M > N: the rest of replica i goes to the
-    replicas j with j % N == i. The k-th of these c replicas takes documents k, k + c, k + 2c, ... of the rest of
-    each shard; the first one also takes the rest of the document that replica i had begun.
+    What the N replicas had left to read, which is equally much, is divided into M equal parts: replica j takes from the
+    j N / M-th to the (j + 1) N / M-th rest, of a rest that is cut the documents with a range of turns, see
+    `ShardPosition`. First comes the rest of the documents that had been begun, one after another, each with the
+    beginning of its replica's rest, then the rests in turns.
 
     Of a mixture, the positions in every source are divided so, with the guarantee for each; replica j continues in the
     order of the sources where replica j % N was.
 
     Guarantee: let E be the latest epoch that any replica has begun. Each token of the epochs up to E that was not an
     input before is an input of exactly one replica afterwards, once; none is skipped and none is repeated. From epoch
-    E + 1 on, documents are divided among M replicas as in a new run. Until then replicas may have different amounts
-    left to read. Sequences begin at other tokens than before. Where one document's rest is followed by another
-    document, the label is the next token of the new stream, as between any two documents. The result can be
-    redistributed again.
+    E + 1 on, documents are divided among M replicas as in a new run. Sequences begin at other tokens than before. Where
+    one document's rest is followed by another document, the label is the next token of the new stream, as between any
+    two documents. The result can be redistributed again.
 
     Raises:
       UserError: for states that do not belong together.
@@ -149,23 +179,19 @@ def _divide(states: Sequence[dict[str, Any]], num_replicas: int) -> list[DataPos
     """Redistribute one source, whose positions are merged into `states`."""
     last_epoch = max(state["epoch"] for state in states)
     remainders = [_remainder(state, last_epoch) for state in states]
-    divided: list[tuple[ShardPosition, ...]] = []
+    divided: list[DataPosition] = []
     for replica in range(num_replicas):
-        if num_replicas < len(states):
-            taken_over = remainders[replica::num_replicas]
-            begun = [shard for its_begun, _ in taken_over for shard in its_begun]
-            shards = [shard for _, its_shards in taken_over for shard in its_shards]
-        else:
-            former = replica % len(states)
-            k, count = replica // len(states), len(range(former, num_replicas, len(states)))
-            begun, shards = remainders[former]
-            begun = [] if k else begun
-            shards = [
-                shard._replace(document=shard.document + k * shard.stride, stride=count * shard.stride)
-                for shard in shards
-            ]
-        divided.append((*begun, *sorted(shards, key=lambda shard: shard.epoch)))
-    return [DataPosition(last_epoch, shards) for shards in divided]
+        begun: list[ShardPosition] = []
+        shards: list[ShardPosition] = []
+        for former, (its_begun, its_shards) in enumerate(remainders):
+            # In parts of which `num_replicas` are a remainder, and as many as there are remainders a replica's.
+            first = replica * len(states) - former * num_replicas
+            start, stop = max(first, 0), min(first + len(states), num_replicas)
+            if start < stop:
+                begun += its_begun if start == 0 else []
+                shards += [part for shard in its_shards for part in shard.part(start, stop, num_replicas)]
+        divided.append(DataPosition(last_epoch, (*begun, *sorted(shards, key=lambda shard: shard.epoch))))
+    return divided
 
 
 def _check_one_checkpoint(states: Sequence[dict[str, Any]]) -> None:
@@ -187,10 +213,10 @@ def _remainder(state: dict[str, Any], last_epoch: int) -> tuple[list[ShardPositi
     """Return the remainder of a replica up to `last_epoch`: (documents begun, shards)."""
     position = DataPosition.from_json(state)
     shards = position.shards
-    begun = [shard for shard in shards if not shard.stride]
+    begun = [shard for shard in shards if shard.is_single]
     if not begun and shards and shards[0].token:
-        begun = [shards[0]._replace(stride=0)]
+        begun = [shards[0].single()]
         shards = after_document(shards)
     later_epochs = range(position.epoch + 1, last_epoch + 1)
     own = [share(epoch, state["replica"], state["num_replicas"]) for epoch in later_epochs]
-    return begun, [shard for shard in shards if shard.stride] + own
+    return begun, [shard for shard in shards if not shard.is_single] + own

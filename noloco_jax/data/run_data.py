@@ -5,16 +5,20 @@ import itertools
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from noloco_jax.data.documents import Loader, ReplicaDocuments, sequences
 from noloco_jax.data.mixture import configs_by_source, mixture_of, source_name
 from noloco_jax.data.open_sources import encoder_of, open_source
 from noloco_jax.data.packing import HostBatch, HostSequence
 from noloco_jax.data.positions import DataPosition
+from noloco_jax.data.reading import tell_once
 from noloco_jax.data.source import Source
 from noloco_jax.data.stream import ReplicaStreams, Stream
 from noloco_jax.data.tokenizers import Tokenizer
 from noloco_jax.data.validation import batches_of, interleaved_batches
 from noloco_jax.errors import UserError
+from noloco_jax.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
@@ -123,12 +127,24 @@ class RunData:
         """Return the first `num_batches` batches of the validation documents in an order that no seed changes.
 
         Of a mixture, each source has its share of the sequences. There are fewer batches where the documents, those of
-        any source, hold fewer: none is repeated, and the last one is filled up with ignored labels. Raises `UserError`
-        for documents without a label to score.
+        any source, hold fewer: none is repeated, and the last one is filled up with ignored labels. A warning says that
+        they do not fill a single sequence. Raises `UserError` for documents without a label to score.
         """
         encode = encoder_of(self.config, tokenizer, self._vocab_size)
         batches = interleaved_batches(self.validation, self._mixture, encode, self.config)
-        return list(itertools.islice(batches, num_batches))
+        read = list(itertools.islice(batches, num_batches))
+        if len(read) == 1 and next(batches, None) is None:
+            self._warn_if_short(read[0]["labels"] != IGNORED_LABEL)
+        return read
+
+    def _warn_if_short(self, scored_BT: np.ndarray) -> None:
+        """Print a warning if the only validation batch does not fill one sequence."""
+        length = self.config.sequence_length
+        if scored_BT.any(axis=1).sum() == 1 and scored_BT.sum() < length - 1:  # a row's last token may have no label
+            tell_once(
+                f"warning: data.sequence_length={length}, but the validation documents hold only "
+                f"{scored_BT.sum()} tokens to predict: lower it, or give more by data.validation_path"
+            )
 
     def validation_by_source(self, tokenizer: Tokenizer | None, num_batches: int) -> dict[str, Sequence[HostBatch]]:
         """Return the name of each source of a mixture -> its validation batches, as if it were the only one.

@@ -6,25 +6,22 @@ from typing import BinaryIO
 
 import numpy as np
 
-from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
-from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
+from noloco_jax.data.find_files import HELD_OUT_EVERY, SUFFIXES, HoldOut, find_files, without_repeats
 from noloco_jax.data.line_reader import compression_of
-from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.reading import file_sizes, versions_fact
 from noloco_jax.data.source import EpochShard, Source, SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import open_file
 from noloco_jax.storage.retries import with_retries
 
-SUFFIXES = (".md", ".py", ".rst", ".txt")
 _MIN_PIECE_BYTES = 256
 _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 
 
 def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
     """Return (path, bytes) of every text file that is not empty, see `find_files`."""
-    files = without_repeats(find_files(options, SUFFIXES))
-    if len(files) == 1 and not files[0].lower().endswith(SUFFIXES):
+    files = without_repeats(find_files(options, SUFFIXES["text"]))
+    if len(files) == 1 and not files[0].lower().endswith(SUFFIXES["text"]):
         _check_is_text(options, files[0])
     sized = [(path, size) for path, size in zip(files, file_sizes(files), strict=True) if size]
     if not sized:
@@ -35,7 +32,7 @@ def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
 def _check_is_text(options: SourceOptions, path: str) -> None:
     """Raise `UserError` for a file that was named and is no text, by its name or by a zero byte at its beginning."""
     kind_field = options.beside("kind")
-    for kind, suffixes in {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}.items():
+    for kind, suffixes in SUFFIXES.items():
         if path.lower().endswith(suffixes):
             raise UserError(f"{options.name} is read as plain text, its name says {kind}: give {kind_field}={kind}")
     with open_file(path) as file:

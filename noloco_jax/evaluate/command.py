@@ -24,10 +24,9 @@ from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, op
 from noloco_jax.checkpoint.trained_model import data_facts
 from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
 from noloco_jax.data import RunData, Tokenizer
-from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
+from noloco_jax.data.find_files import SUFFIXES
 from noloco_jax.data.mixture import configs_by_source
 from noloco_jax.data.open_sources import encoder_of, open_documents, open_source
-from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.source import Source
 from noloco_jax.data.validation import batches_of
 from noloco_jax.errors import UserError, tell
@@ -39,7 +38,6 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 
 _KINDS = ("jsonl", "parquet", "text")
-_SUFFIXES = {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}
 _TOKENS_OF_BATCH = 8192
 
 
@@ -170,7 +168,7 @@ def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
 
 def _kind_of(path: str, data: DataConfig) -> str:
     """Return the format of a file by its name, and of a folder that of the model's training."""
-    for kind, suffixes in _SUFFIXES.items():
+    for kind, suffixes in SUFFIXES.items():
         if path.endswith(suffixes):
             return kind
     local = Path(path).expanduser()

@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 
 from noloco_jax.data import redistribute
+from noloco_jax.data.positions import start_position
 from noloco_jax.errors import UserError
-from support.data_makers import before_next_document, documents, open_streams, read_through, write_counting
+from support.data_makers import (
+    before_next_document,
+    documents,
+    open_streams,
+    read_through,
+    write_counting,
+    write_texts,
+)
 
 KINDS = ["jsonl", "parquet", "text"]
 
@@ -67,41 +75,68 @@ def test_merged_shards_are_read_alternately_after_their_partly_read_documents(tm
     config, _ = write_counting("text", tmp_path / "data", 16)
     config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
     streams, spans = open_streams(config, 4), documents(16)
-    taken = {0: spans[0][1] + 1, 2: spans[2][1] - 1}  # replica 0 is in its second document, replica 2 in its first
+    taken = {0: spans[0][1] + 1, 1: spans[1][1] - 1}  # replica 0 is in its second document, replica 1 in its first
     for replica, count in taken.items():
         for _ in range(count):
             next(streams[replica])
     merged, _ = restored(config, redistribute([stream.get_state() for stream in streams], 2))
-    begun = [*range(spans[4][0] + 1, sum(spans[4])), spans[2][0] + spans[2][1] - 1]
-    turns = [token for k in (8, 6, 12, 10, 14) for token in range(spans[k][0], sum(spans[k]))]
+    begun = [*range(spans[4][0] + 1, sum(spans[4])), spans[1][0] + spans[1][1] - 1]
+    turns = [token for k in (8, 5, 12, 9, 13) for token in range(spans[k][0], sum(spans[k]))]
     assert read_through(merged, 0) == begun + turns
 
 
 def test_the_rest_of_an_earlier_epoch_comes_before_a_later_one(tmp_path):
-    """Replica 0 is an epoch ahead of replica 2, whose documents it takes over."""
+    """Replica 0 is an epoch ahead of replica 1, whose documents it takes over."""
     config, _ = write_counting("text", tmp_path / "data", 16)
     config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
     streams, spans = open_streams(config, 4), documents(16)
     read_through(streams[0], 0)
-    next(streams[2])
+    next(streams[1])
     merged, _ = restored(config, redistribute([stream.get_state() for stream in streams], 2))
     tokens = {k: list(range(spans[k][0], sum(spans[k]))) for k in range(16)}
-    begun = tokens[2][1:]
-    earlier = [token for k in (6, 10, 14) for token in tokens[k]]
+    begun = tokens[1][1:]
+    earlier = [token for k in (5, 9, 13) for token in tokens[k]]
     found = [int(next(merged)["input_ids"][0, 0]) for _ in range(len(begun) + len(earlier))]
     assert found == begun + earlier
 
 
-def test_splitting_a_shard_deals_its_documents_out_round_robin(tmp_path):
+def test_splitting_a_shard_deals_its_documents_out_by_turns(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 10)
     config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
     (stream,), spans = open_streams(config, 1), documents(10)
     next(stream)
     found = [read_through(s, 0) for s in restored(config, redistribute([stream.get_state()], 3))]
     tokens = [list(range(first, first + count)) for first, count in spans]
-    expected = [[token for document in tokens[1 + k :: 3] for token in document] for k in range(3)]
+    part = [int(3 * (document * (5**0.5 - 1) / 2 % 1)) for document in range(10)]
+    expected = [[token for k in range(1, 10) if part[k] == replica for token in tokens[k]] for replica in range(3)]
     expected[0] = tokens[0][1:] + expected[0]  # the partly read document
     assert found == expected
+
+
+@pytest.mark.parametrize("numbers", [(4, 3), (3, 4), (4, 3, 2), (2, 5, 3)])
+def test_the_rest_of_an_epoch_is_divided_equally(tmp_path, numbers):
+    write_texts(tmp_path / "data", [f"{k:04d} 1" for k in range(400)])
+    config, _ = write_counting("text", tmp_path / "other", 3)
+    config = replace(config, path=str(tmp_path / "data"), sequence_length=1, batch_size=1)
+    streams = open_streams(config, numbers[0])
+    for following in numbers[1:]:
+        for stream in streams:
+            for _ in range(40):
+                next(stream)
+        streams = restored(config, redistribute([stream.get_state() for stream in streams], following))
+    read = 40 * sum(numbers[:-1])
+    for stream in streams:
+        assert abs(len(read_through(stream, 0)) - (400 - read) / numbers[-1]) <= 5
+
+
+def test_what_was_divided_often_stays_whole():
+    """Its documents would be looked for in vain among millions."""
+    states = [{"replica": 0, "num_replicas": 1, "source": {}, "positions": {"data": start_position(0, 1).to_json()}}]
+    for _ in range(9):
+        states = redistribute(redistribute(states, 40), 41)[:1]
+        states[0] |= {"replica": 0, "num_replicas": 1}
+    widths = [shard[5] - shard[4] for shard in states[0]["positions"]["data"]["shards"]]
+    assert min(widths) >= 1 << 16
 
 
 def test_states_of_several_checkpoints_are_refused(tmp_path):

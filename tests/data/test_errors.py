@@ -8,6 +8,8 @@ import pytest
 
 from noloco_jax.config import DataConfig
 from noloco_jax.data import load_tokenizer
+from noloco_jax.data.file_shares import FileLength
+from noloco_jax.data.json_lines import JsonLinesSource
 from noloco_jax.data.parquet import ParquetSource
 from noloco_jax.errors import UserError
 from support.data_makers import (
@@ -62,7 +64,7 @@ def test_missing_data_are_refused_with_the_files_looked_for(tmp_path, kind, patt
     ("columns", "pattern"),
     [
         (
-            {"tokens": [[1]], "input_ids": [[1]]},
+            {"tokens": [[1]], "ids": [[1]]},
             r"has the columns tokens \(list<.*: expected strings in 'text' .*data\.text_column",
         ),
         (
@@ -102,12 +104,20 @@ def test_more_replicas_than_documents_are_refused(tmp_path, kind):
         open_streams(config, 7)
 
 
-def test_a_replica_whose_files_are_empty_is_refused(tmp_path):
-    write_c4(tmp_path, [["0 5", "5 5"], []])
+def test_empty_files_leave_no_replica_without_documents(tmp_path):
+    write_c4(tmp_path, [["0 5", "5 5"], [], []])
     config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", sequence_length=2, batch_size=1)
-    _, second = open_streams(replace(config, add_bos=False, add_eos=False), 2)
+    first, second = open_streams(replace(config, add_bos=False, add_eos=False), 2)
+    assert {int(next(stream)["input_ids"][0, 0]) for stream in (first, second)} == {0, 5}
+
+
+def test_a_replica_without_documents_is_refused(tmp_path, monkeypatch):
+    write_c4(tmp_path, [["0 5", "5 5"], []])
+    monkeypatch.setattr(JsonLinesSource, "file_lengths", lambda _: [FileLength(2, 80, False)] * 2)
+    config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", sequence_length=2, batch_size=1)
+    streams = open_streams(replace(config, shuffle_buffer=1), 2)
     with pytest.raises(UserError, match="replica 1 of 2 gets no document"):
-        next(second)
+        next(streams[1])
 
 
 def test_data_without_any_token_are_refused_after_two_epochs(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from backports import zstd
 
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
@@ -48,6 +49,72 @@ def test_plain_and_compressed_files_are_read_in_sorted_order(tmp_path):
     config = config_for("elsewhere", validation_path=str(tmp_path), sequence_length=11)
     (batch,) = validation_batches(config, BYTE, num_batches=5)
     assert BYTE.decode(batch["input_ids"][0]) == "lo helworld"
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (("RC_2015-01.zst", "RC_2015.02.zst", "info.json"), ("RC_2015-01.zst", "RC_2015.02.zst")),
+        (("RC_2015-01.zst", "LICENSE.txt"), ("RC_2015-01.zst",)),
+        (("0.json", "1.json", "README.md"), ("0.json", "1.json")),
+        (("part-0.gz", "part-1.gz"), ("part-0.gz", "part-1.gz")),
+        (("a.jsonl", "b.json", "c.zst"), ("a.jsonl",)),
+    ],
+)
+def test_a_folder_without_usual_names_is_read_by_rarer_ones(tmp_path, names, read):
+    for name in names:
+        write_json_lines(tmp_path / name, [f"{name};"])
+    config = config_for("elsewhere", validation_path=str(tmp_path), sequence_length=200)
+    (batch,) = validation_batches(config, BYTE, num_batches=1)
+    expected = "".join(f"{name};" for name in read)
+    assert BYTE.decode(batch["input_ids"][0]).rstrip("\0") == expected[:-1]  # the last token is a label
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "told"),
+    [
+        ("jsonl", ("a.txt", "settings.json"), "give data.kind=text"),
+        ("jsonl", ("a.parquet", "info.json"), "give data.kind=parquet"),
+        ("parquet", ("a.jsonl", "a.md"), "give data.kind=jsonl or text"),
+        ("text", ("a.json.gz",), "give data.kind=jsonl"),
+    ],
+)
+def test_a_folder_of_another_kind_is_refused_by_its_name(tmp_path, kind, names, told):
+    for name in names:
+        (tmp_path / name).write_bytes(b"content")
+    with pytest.raises(UserError, match=rf"holds no file \*\..*, but files of another kind: {told}$"):
+        check_data(replace(config_for(tmp_path), kind=kind))
+
+
+def test_a_single_file_of_another_kind_is_refused_by_its_name(tmp_path):
+    for name, kind in {"a.txt": "text", "b.parquet": "parquet"}.items():
+        (tmp_path / name).write_bytes(b"PAR1 or prose\n\n")
+        with pytest.raises(UserError, match=f"line 1 is not a JSON object .*give data.kind={kind}"):
+            check_data(config_for(tmp_path / name, validation_path="elsewhere"))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("held_out", ["", "elsewhere"])
+def test_a_json_array_is_named(tmp_path, capfd, indent, held_out):
+    (tmp_path / "0.jsonl").write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=indent))
+    with pytest.raises(UserError, match=r"0\.jsonl, line 1 .*: the file is a JSON array: write each of its objects"):
+        check_data(config_for(tmp_path, validation_path=held_out))
+    assert not capfd.readouterr().err
+
+
+def test_zstandard_windows_of_two_gib_are_read(tmp_path):
+    """Such a frame, as `zstd --long=31` writes, needs more memory than decoders allow by default."""
+    texts = random_texts(500, 900)
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    options: dict[int, int] = {zstd.CompressionParameter.window_log: 31}
+    compressor = zstd.ZstdCompressor(options=options)  # without the size, the frame states the window
+    frame = compressor.compress(content) + compressor.flush()
+    with pytest.raises(zstd.ZstdError, match="too much memory"):
+        zstd.decompress(frame)
+    (tmp_path / "0.jsonl.zst").write_bytes(frame)
+    lines, positions = read_all([str(tmp_path / "0.jsonl.zst")])
+    assert [json.loads(line.content)["text"] for line in lines] == texts
+    assert read_all([str(tmp_path / "0.jsonl.zst")], positions[300])[0] == lines[300:]
 
 
 def test_one_document_in_fifty_is_held_out_of_few_or_many_files(tmp_path):

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from noloco_jax.data.packing import Packer
-from noloco_jax.data.positions import DataPosition, ShardPosition
+from noloco_jax.data.positions import DataPosition, shard_start
 from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
 
 
 def position(document: int, token: int = 0) -> DataPosition:
-    return DataPosition(0, (ShardPosition(0, 0, 1, document, stride=1, token=token, seek_hint=()),))
+    return DataPosition(0, (shard_start(0, 0, 1)._replace(document=document, token=token),))
 
 
 def random_documents(columns: int, count: int = 40) -> list[np.ndarray]:

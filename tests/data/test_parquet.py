@@ -199,10 +199,35 @@ def test_labels_that_are_shifted_already_are_refused(tmp_path):
         all_of_validation(config_for(7), tmp_path)
 
 
-def test_labels_of_one_repeated_token_are_accepted(tmp_path):
+def test_a_label_that_equals_the_ids_is_refused(tmp_path):
+    """A model that is trained on it learns to copy its input."""
+    rows = random_rows(4, 8)
+    stored = np.where(np.arange(8) < 3, -100, rows)
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "label": list(stored)})
+    with pytest.raises(UserError, match=r"0\.parquet: label equals input_ids.*: name the column labels"):
+        check_data(replace(config_for(8), path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["labels", "label"])
+def test_labels_of_one_repeated_token_are_accepted(tmp_path, name):
     rows = np.full((2, 4), 7)
-    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "labels": list(rows)})
-    np.testing.assert_array_equal(all_of_validation(config_for(4), tmp_path)[1], [[7, 7, 7, -100]] * 2)
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), name: list(rows)})
+    last = {"labels": -100, "label": 7}[name]
+    np.testing.assert_array_equal(all_of_validation(config_for(4), tmp_path)[1], [[7, 7, 7, last]] * 2)
+
+
+def test_ids_alone_are_labelled_by_the_next_of_their_row(tmp_path):
+    rows = random_rows(3, 8)
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows)})
+    assert not needs_tokenizer(replace(config_for(8), path=str(tmp_path)))
+    inputs, labels = all_of_validation(config_for(8), tmp_path)
+    np.testing.assert_array_equal(inputs, rows)
+    np.testing.assert_array_equal(labels, [[*row[1:], -100] for row in rows.tolist()])
+
+
+def test_text_is_read_beside_ids_without_labels(tmp_path):
+    pq.write_table(pa.table({"input_ids": [[1, 2], [3, 4]], "text": ["a", "b"]}), tmp_path / "0.parquet")
+    assert needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +268,14 @@ def test_a_row_that_cannot_be_read_is_an_empty_row_that_is_told(tmp_path, capfd,
 
 @pytest.mark.parametrize(
     "kind",
-    [pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.large_string()), pa.large_string()],
+    [
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.dictionary(pa.int8(), pa.large_string()),
+        pa.large_string(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.dictionary(pa.int8(), pa.binary()),
+    ],
     ids=str,
 )
 def test_text_is_read_from_every_arrow_string_type(tmp_path, kind):
@@ -259,7 +291,7 @@ def test_text_is_read_from_every_arrow_string_type(tmp_path, kind):
 @pytest.mark.parametrize(
     ("values", "kind", "said"),
     [
-        ([b"a", b"b"], pa.binary(), "binary"),
+        ([1, 2], pa.int64(), "int64"),
         ([{"body": "a"}, {"body": "b"}], pa.struct([("body", pa.string())]), r"struct<body: string>"),
         ([["a"], ["b"]], pa.list_(pa.string()), r"list<.*: string>"),
     ],
@@ -268,6 +300,14 @@ def test_a_text_column_of_another_type_is_refused_naming_the_type(tmp_path, valu
     pq.write_table(pa.table({"text": pa.array(values, kind)}), tmp_path / "0.parquet")
     with pytest.raises(UserError, match=rf"0\.parquet has the columns text \({said}\): expected strings in 'text'"):
         needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
+
+
+def test_bytes_that_are_not_utf8_are_left_out(tmp_path, capfd):
+    pq.write_table(pa.table({"text": [b"one ", b"\x89PNG", "zw\u00f6lf".encode(), b"."]}), tmp_path / "0.parquet")
+    config = replace(config_for(10), add_bos=False, add_eos=False)
+    inputs, _ = all_of_validation(config, tmp_path, ByteTokenizer())
+    assert bytes(inputs[0].tolist()).decode() == "one zw\u00f6lf"
+    assert "0.parquet, row 1 (counted from 0): text is not UTF-8" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)

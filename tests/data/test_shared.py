@@ -49,11 +49,11 @@ def test_an_unshuffled_replica_reads_its_c4_shards_token_by_token():
     tokenizer = AutoTokenizer.from_pretrained(C4.tokenizer)
     documents = (
         [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        for text in c4_texts("c4-train.00001-of-00004.json.gz")
+        for text in c4_texts("c4-train.00000-of-00004.json.gz")
     )
     tokens = np.array(list(itertools.islice(itertools.chain.from_iterable(documents), 20 * 512 + 1)))
     stream = train_stream(
-        replace(C4, shuffle_buffer=1), load_tokenizer(C4.tokenizer), replica=1, num_replicas=4, seed=0
+        replace(C4, shuffle_buffer=1), load_tokenizer(C4.tokenizer), replica=0, num_replicas=4, seed=0
     )
     for k in range(20):
         batch = next(stream)

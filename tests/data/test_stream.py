@@ -1,6 +1,7 @@
 """Streams: the documents that each replica reads, and resuming with the same batches."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from support.data_makers import (
     validation_batches,
     write_c4,
     write_counting,
+    write_rows,
 )
 
 KINDS = ["jsonl", "parquet", "text"]
@@ -122,12 +124,12 @@ def test_a_new_batch_shape_resumes_at_the_same_token(tmp_path, kind):
 
 
 def test_unshuffled_files_are_dealt_to_replicas_in_sorted_order(tmp_path):
-    write_c4(tmp_path, [[f"{100 * file + 10 * k} 10" for k in range(3)] for file in range(5)])
+    write_c4(tmp_path, [[f"{100 * file + 10 * k} 10" for k in range(4)] for file in range(5)])
     config, _ = write_counting("jsonl", tmp_path / "unused", 3)
     config = replace(config, path=str(tmp_path), shuffle_buffer=1, batch_size=1, sequence_length=1)
-    for replica, stream in enumerate(open_streams(config, 2)):
-        expected = [100 * file + token for file in range(replica, 5, 2) for token in range(30)]
-        assert read_through(stream, 0) == expected
+    for replica, stream in enumerate(open_streams(config, 2)):  # the fifth file is cut in the middle
+        expected = [100 * file + token for file in range(replica, 4, 2) for token in range(40)]
+        assert read_through(stream, 0) == [*expected, *range(400 + 20 * replica, 420 + 20 * replica)]
 
 
 def test_few_unshuffled_files_are_dealt_to_replicas_by_document(tmp_path):
@@ -236,6 +238,25 @@ def test_validation_is_the_same_at_every_call_and_repeats_nothing(tmp_path, kind
         for batch in batches:
             assert ((batch["labels"] == batch["input_ids"] + 1) | (batch["labels"] == -100)).all()
     assert_same(validation_batches(config, CountingTokenizer(), num_batches=2), batches[:2])
+
+
+@pytest.mark.parametrize("num_batches", [1, 5])
+def test_validation_text_shorter_than_a_sequence_is_told(tmp_path, capfd, num_batches):
+    (tmp_path / "0.jsonl").write_text('{"text": "0 8"}\n{"text": "8 8"}\n')
+    config, _ = write_counting("jsonl", tmp_path / "data", 3)
+    config = replace(config, validation_path=str(tmp_path / "0.jsonl"), batch_size=2)
+    for length, told in ((15, ""), (16, ""), (17, "data.sequence_length=17, .* hold only 15 tokens to predict: lower")):
+        validation_batches(replace(config, sequence_length=length), CountingTokenizer(), num_batches=num_batches)
+        assert re.search(told, printed := capfd.readouterr().err) and bool(printed) == bool(told)
+
+
+def test_validation_rows_with_few_labels_are_not_told_to_be_short(tmp_path, capfd):
+    write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2, 3, 4]] * 3, "labels": [[-100, -100, 3, -100]] * 3})
+    config = DataConfig(
+        kind="parquet", path="elsewhere", validation_path=str(tmp_path), sequence_length=4, batch_size=1
+    )
+    assert len(validation_batches(replace(config, batch_size=1), None, num_batches=1)) == 1
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])

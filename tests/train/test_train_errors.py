@@ -215,16 +215,18 @@ def test_a_dry_run_reports_the_number_of_verified_files(config, trained, capsys)
 
 
 def test_an_error_of_one_process_is_named_by_it_and_ends_all(config, tmp_path):
-    """Its file of four holds no document."""
+    """Every fourth document, replica 2's, is empty."""
     texts = [f"{number} {line}" for number, line in enumerate(lines_of_words(480))]
-    path = write_c4(tmp_path / "c4", [texts[number::4] for number in range(4)])[2]
-    path.write_bytes(b"")
-    fields = {"data.validation_path": "", "data.kind": "jsonl", "data.path": tmp_path / "c4"}
+    write_c4(tmp_path / "validation", [texts])
+    texts[2::4] = [""] * 120
+    write_c4(tmp_path / "c4", [texts])
+    fields = {"data.kind": "jsonl", "data.path": tmp_path / "c4", "data.validation_path": tmp_path / "validation"}
+    fields |= {"data.add_bos": False, "data.add_eos": False}
     run = processes.start(config, tmp_path, *(f"--config.{name}={value}" for name, value in fields.items()), number=2)
     results = processes.finish(run)
     assert (results[1][0], results[0][0]) == (2, 1), processes.report(results)
     [line] = error_lines(results[1][1])
-    assert "replica 2 of 4 gets no document" in line and "process 1 on" in line
+    assert "the documents of replica 2 of 4 hold no token" in line and "process 1 on" in line
 
 
 def test_a_dry_run_with_a_wandb_project_requires_the_package(config, tmp_path, monkeypatch):
