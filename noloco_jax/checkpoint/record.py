@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict
-from noloco_jax.data.tokenizers import copy_tokenizer
+from noloco_jax.data.tokenizer_folder import copy_tokenizer
 from noloco_jax.errors import UserError
 
 TOKENIZER_FOLDER = "tokenizer"

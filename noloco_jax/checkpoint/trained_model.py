@@ -107,7 +107,7 @@ def write_model_folder(
         folder,
         params,
         config.model,
-        None if tokenizer is None else tokenizer.name,
+        tokenizer,
         max_position_embeddings=max_length,
         # What no document had was never trained.
         bos_id=tokenizer.bos_id if tokenizer is not None and config.data.add_bos else None,

@@ -189,7 +189,7 @@ class DataConfig:
         "JSON field or Parquet column of the text; other names than text come before tokens.",
         nonempty=True,
     )
-    tokenizer: str = setting("byte", "byte, or a transformers tokenizer's name, folder or address.", nonempty=True)
+    tokenizer: str = setting("byte", "byte, or a Hugging Face tokenizer's name, folder or address.", nonempty=True)
     add_bos: bool = setting(True, "Begin documents with BOS.")
     add_eos: bool = setting(True, "End documents with EOS.")
     sequence_length: int = setting(

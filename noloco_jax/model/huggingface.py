@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
 from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, family_of, read_json, their_config
@@ -218,7 +219,7 @@ def save_folder(
     folder: str | os.PathLike[str],
     params: Params,
     config: ModelConfig,
-    tokenizer: str | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     max_position_embeddings: int,
     bos_id: int | None = None,
@@ -234,7 +235,7 @@ def save_folder(
       folder: where to; it must not exist yet, or be empty.
       params: the parameter dict, numpy or jax arrays.
       config: the model.
-      tokenizer: a tokenizer's folder, its name on the hub or "byte", for `transformers.AutoTokenizer`; None: none.
+      tokenizer: the tokenizer of training; None: unknown.
       max_position_embeddings: the longest sequence, in tokens, that the model is meant for.
       bos_id, eos_id: the ids that begin and end a text, for the configs.
     """
@@ -247,7 +248,7 @@ def save_folder(
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
         _write_json(unfinished / CONFIG_FILE, their_config(config, max_position_embeddings) | ids)
         _write_json(unfinished / "generation_config.json", {"_from_model_config": True} | ids)
-        if tokenizer is not None:  # ahead of the weights: it may not be there, and they are large
+        if tokenizer is not None:
             save_tokenizer(tokenizer, unfinished, model_type=family_of(config), add_bos=bos_id is not None)
         _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
         if not is_there:

@@ -28,9 +28,9 @@ from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.export import command as export
 from noloco_jax.generate import command as generate
-from noloco_jax.model.byte_tokenizer import save_byte_tokenizer
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from noloco_jax.model.huggingface_config import max_positions
+from noloco_jax.model.tokenizer_files import save_tokenizer
 from support.model_makers import make_run, random_params
 from support.paths import SHARED
 
@@ -194,7 +194,7 @@ def test_a_runs_tokenizer_is_found_from_another_folder_and_named_where_it_is_gon
     """Its path was relative; the first run has a copy of it, the second is from before its first save of one."""
     config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, tokenizer="tokenizer"))
     (tmp_path / "here/tokenizer").mkdir(parents=True)
-    save_byte_tokenizer(tmp_path / "here/tokenizer", add_bos=False)
+    save_tokenizer(ByteTokenizer(), tmp_path / "here/tokenizer", model_type="llama", add_bos=False)
     monkeypatch.chdir(tmp_path / "here")
     for name in ("copied", "bare"):
         make_run(tmp_path / name, config)

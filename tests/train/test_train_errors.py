@@ -180,7 +180,7 @@ def test_a_run_that_has_ended_or_goes_on_is_not_refused():
 def test_weights_that_lie_beside_another_tokenizer_are_refused(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     config = from_dict({"model": sizes, "init_from": str(tmp_path / "model")})
-    save_folder(config.init_from, random_params(config.model), config.model, "byte", max_position_embeddings=8)
+    save_folder(config.init_from, random_params(config.model), config.model, ByteTokenizer(), max_position_embeddings=8)
     given_weights(config, ByteTokenizer())
     path = tmp_path / "model" / "tokenizer.json"
     words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}
