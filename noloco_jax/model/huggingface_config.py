@@ -113,21 +113,23 @@ def _family_of(path: Path, theirs: dict[str, Any]) -> Family:
             f"{path}: model_type={theirs.get('model_type')!r} cannot be imported: {', '.join(FAMILIES)} can"
         )
     for name, supported in {"hidden_act": "silu", **family.fixed}.items():
-        if theirs.get(name) is not None and theirs[name] != supported:  # null stands for the default
-            raise UserError(f"{path}: {name}={theirs[name]!r} is not {supported!r}: such a model cannot be imported")
+        given = "silu" if theirs.get(name) == "swish" else theirs.get(name)  # two names of one function
+        if given is not None and given != supported:  # null stands for the default
+            raise UserError(f"{path}: {name}={given!r} is not {supported!r}: such a model cannot be imported")
     return family
 
 
 def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
     """Return the window of all layers; raise `UserError` where only some have one, or `layer_types` contradicts it."""
     kind, num_layers, layers = theirs["model_type"], theirs["num_hidden_layers"], theirs.get("layer_types")
-    is_used = kind == "mistral" or (kind != "llama" and bool(theirs.get("use_sliding_window")))
+    window = theirs.get("sliding_window", 4096)
+    is_used = kind == "mistral" or (kind != "llama" and window is not None and bool(theirs.get("use_sliding_window")))
     if is_used and kind in ("qwen2", "qwen3"):
         given = theirs.get("max_window_layers")
         first = min(28 if given is None else given, num_layers)
         layers = layers or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
         is_used = "sliding_attention" in layers
-    window = theirs.get("sliding_window", 4096) if is_used else None
+    window = window if is_used else None
     expected = "full_attention" if window is None else "sliding_attention"
     if layers and {*layers} != {expected}:
         raise UserError(
@@ -157,6 +159,9 @@ def _rope_fields(path: Path, theirs: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{path}: rope_type={kind!r} is neither 'default' nor 'llama3': such a model cannot be imported"
         )
+    original = theirs.get("original_max_position_embeddings")
+    if original is not None:  # it comes before the entry in `rope`, as in transformers 5
+        rope = rope | {"original_max_position_embeddings": original}
     missing = [name for name in _ROPE_SCALING_FIELDS if name not in rope]
     if missing:
         raise UserError(f"{path}: rope_type='llama3' without {', '.join(missing)}: add what the model was trained with")
