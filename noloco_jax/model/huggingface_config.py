@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+GIVEN_FILES = (CONFIG_FILE, GENERATION_FILE)  # that an export reads of the model that a run began as
 
 # Ours -> theirs.
 _CONFIG_NAMES = {
@@ -223,6 +224,26 @@ def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str,
         "initializer_range": 0.02,
         "pad_token_id": None,
     }
+
+
+def generation_config(given: Mapping[str, Any], bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """The entries of a generation_config.json: those of the model that the run began as, and the ids of training.
+
+    Args:
+      given: that model's entries; empty if there is none.
+      bos_id, eos_id: the ids that begin and end a document; None: documents had none.
+    """
+    begin = given.get("bos_token_id") if bos_id is None else bos_id
+    ids = {"bos_token_id": begin, "eos_token_id": ends_of(given, eos_id)}
+    return ({"_from_model_config": True} if not given else dict(given)) | ids
+
+
+def ends_of(given: Mapping[str, Any], eos_id: int | None) -> Any:
+    """The ids at which a text ends: those of the given entries, and that of training; a list only of several."""
+    ends = given.get("eos_token_id")
+    ends = [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
+    ends += [eos_id] if eos_id is not None and eos_id not in ends else []
+    return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def _their_window(kind: str, config: ModelConfig) -> dict[str, Any]:

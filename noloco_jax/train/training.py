@@ -121,7 +121,7 @@ def train(
         programs, sync, state = started
         del given, started  # their memory
         if jax.process_index() == 0:
-            write_start(run_config, workdir)
+            write_start(run_config, workdir, is_new=saved is None)
         start, totals = (0, Totals()) if saved is None else (saved.step, saved.totals)
         with (
             _open_metrics(workdir, saved and start, wandb_project, setup.mode, to_dict(config)) as metrics,
