@@ -23,12 +23,12 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
-from noloco_jax.files import check_writable, full_disk_told
+from noloco_jax.files import check_room, check_writable, full_disk_told
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
 from noloco_jax.metrics.evaluate import Validation
-from noloco_jax.metrics.memory import check_memory, compiled_peak, program_memory
+from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_peak, program_memory
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
 from noloco_jax.model.kind import Params
@@ -110,6 +110,7 @@ def train(
             if saved.step >= config.num_steps and not dry_run:
                 console.print(completion(saved))
                 return 0
+        check_room(workdir, checkpoint_bytes(setup.programs))
         validation, streams = _open_data(setup, saved, print_digests=dry_run)
         given = given_weights(config, setup.tokenizer) if saved is None else None
         if dry_run:
