@@ -199,6 +199,16 @@ def test_weights_that_are_not_finite_are_refused_at_the_start_naming_the_array(t
     assert "lr" not in str(refused.value)
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_compiled_but_not_once_a_run_is_over(
+    config, trained, tmp_path, monkeypatch, no_compiling
+):
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40 - 2**10, 2**10))
+    for dry_run in (True, False):
+        assert "KiB are free: make room" in refusal(config, trained, "--config.num_steps=24", dry_run=dry_run)
+    assert train_here(config, trained, "--config.num_steps=8") == 0
+
+
 def test_a_dry_run_refuses_a_checkpoint_with_missing_arrays(config, trained, tmp_path):
     workdir = tmp_path / "no_arrays"
     shutil.copytree(trained, workdir)
