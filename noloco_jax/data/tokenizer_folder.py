@@ -92,13 +92,19 @@ def _from_file(name: str, folder: Path) -> FastTokenizer | None:
 def _from_hub(name: str, field: str, *, cached: bool) -> FastTokenizer:
     """Load the tokenizer of a repository, of what was fetched before if `cached`."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # the files are small
     folder = snapshot_download(name, allow_patterns=list(_READ_FILES), local_files_only=cached)
-    return _from_file(name, Path(folder)) or _from_transformers(name, name, field, cached=cached)
+    if (found := _from_file(name, Path(folder))) is not None:
+        return found
+    # By its name, `transformers` would not find all files in the cache without a network.
+    folder = snapshot_download(name, allow_patterns=[f"*{end}" for end in _SUFFIXES], local_files_only=cached)
+    return _from_transformers(name, folder, field)
 
 
-def _from_transformers(name: str, given: str, field: str, *, cached: bool = False) -> FastTokenizer:
-    """Load a tokenizer without a tokenizer.json from a folder or repository.
+def _from_transformers(name: str, folder: str, field: str) -> FastTokenizer:
+    """Load a tokenizer without a tokenizer.json.
 
     Raises:
       UserError: if `transformers` makes no fast tokenizer of it.
@@ -106,7 +112,7 @@ def _from_transformers(name: str, given: str, field: str, *, cached: bool = Fals
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences its warning that PyTorch is missing
     from transformers import AutoTokenizer
 
-    return of_transformers(name, AutoTokenizer.from_pretrained(given, local_files_only=cached), field)
+    return of_transformers(name, AutoTokenizer.from_pretrained(folder), field)
 
 
 def of_transformers(name: str, loaded: Any, field: str = "data.tokenizer") -> FastTokenizer:

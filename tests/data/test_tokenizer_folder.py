@@ -132,6 +132,38 @@ def test_an_unreachable_hub_falls_back_to_the_local_cache(no_hub, monkeypatch, t
     assert load_tokenizer("somebody/something").encode("12345").tolist() == [*b"12345"]
 
 
+def without_file(folder: Path) -> None:
+    """Write the bytes and the pair "34" in the files of GPT-2."""
+    vocabulary = byte_backend().get_vocab(with_added_tokens=False) | {"34": 256, "<|endoftext|>": 257}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n3 4\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+
+
+def test_a_folder_without_a_tokenizer_json_is_loaded_by_transformers(tmp_path):
+    without_file(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert (loaded.encode("1342").tolist(), loaded.bos_id, loaded.vocab_size) == ([49, 256, 50], 257, 258)
+
+
+@pytest.mark.parametrize("fill", [lambda folder: write(folder, threes()), without_file], ids=["file", "no file"])
+def test_of_a_repository_no_more_is_fetched_than_the_tokenizer_needs(fill, tmp_path, monkeypatch):
+    fetched = []
+
+    def snapshot_download(name, allow_patterns, local_files_only):
+        fetched.append((name, *allow_patterns, local_files_only))
+        return str(tmp_path)
+
+    fill(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("noloco_jax.data.tokenizer_folder._unreachable_hub", lambda: "")
+    assert load_tokenizer("somebody/something").encode("1").tolist() == [49]
+    first, *more = fetched
+    assert first[:2] == ("somebody/something", "tokenizer.json") and not first[-1]
+    assert (more == []) == (tmp_path / "tokenizer.json").exists()
+    assert not any(pattern in ("*", "*.safetensors", "*.bin") for call in fetched for pattern in call)
+
+
 def test_a_damaged_file_beside_the_tokenizer_is_named(tmp_path):
     folder = write(tmp_path, threes())
     (tmp_path / "tokenizer_config.json").write_text("{")
