@@ -9,6 +9,7 @@ from typing import Any
 
 from noloco_jax.data import FastTokenizer, Tokenizer, makes_same_ids
 from noloco_jax.data.tokenizer_folder import of_transformers, text_of
+from noloco_jax.errors import described
 from noloco_jax.model.byte_tokenizer import BYTE_SETTINGS, begin_with_bos, byte_backend
 
 _CONFIG_FILE = "tokenizer_config.json"
@@ -51,13 +52,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, model_type: str, add_b
     backend.save(str(folder / "tokenizer.json"))
     entries = _entries(backend, tokenizer, settings)
     _write_config(folder, entries | {"tokenizer_class": _FORCED_CLASSES.get(model_type, _OF_FILE)})
-    if not _is_read_back(tokenizer, folder):
+    if _class_of_other_ids(tokenizer, folder):
         _load_file_unchanged(folder, entries)
-        if not _is_read_back(tokenizer, folder):
+        if loaded_as := _class_of_other_ids(tokenizer, folder):
             warnings.warn(
-                f"AutoTokenizer makes other token ids from the exported tokenizer than data.tokenizer="
-                f"{tokenizer.name!r}, on which the model was trained: for model_type={model_type!r} it does not load "
-                f"the exported tokenizer.json as it is. Load that by {_OF_FILE}.from_pretrained",
+                f"AutoTokenizer loads the exported tokenizer as {loaded_as}, which makes other token ids than "
+                f"data.tokenizer={tokenizer.name!r}, on which the model was trained: load it by "
+                f"{_OF_FILE}.from_pretrained instead",
                 stacklevel=3,
             )
 
@@ -90,17 +91,18 @@ def _entries(backend: Any, tokenizer: Tokenizer, settings: Mapping[str, Any]) ->
     return kept | {"clean_up_tokenization_spaces": False, "model_input_names": inputs}
 
 
-def _is_read_back(trained: Tokenizer, folder: Path) -> bool:
-    """Return True if AutoTokenizer makes the ids of training, BOS and EOS included."""
+def _class_of_other_ids(trained: Tokenizer, folder: Path) -> str:
+    """Return the class that AutoTokenizer loads, "" where that makes the ids of training, BOS and EOS included."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
     from transformers import AutoTokenizer
 
     try:
-        loaded = of_transformers(str(folder), AutoTokenizer.from_pretrained(folder))
-    except Exception:  # not loaded at all, which needs the same advice
-        return False
-    ends = (loaded.bos_id, loaded.eos_id) == (trained.bos_id, trained.eos_id)
-    return ends and makes_same_ids(trained, loaded)
+        theirs = AutoTokenizer.from_pretrained(folder)
+        loaded = of_transformers(str(folder), theirs)
+    except Exception as error:  # of any kind; it needs the same advice
+        return f"nothing ({described(error)[:100]})"
+    ends_are_same = (loaded.bos_id, loaded.eos_id) == (trained.bos_id, trained.eos_id)
+    return "" if ends_are_same and makes_same_ids(trained, loaded) else type(theirs).__name__
 
 
 def _load_file_unchanged(folder: Path, entries: dict[str, Any]) -> None:

@@ -117,15 +117,22 @@ def test_qwen2s_own_tokenizer_is_saved_without_code(tmp_path):
 
 def test_a_tokenizer_that_transformers_reads_back_with_other_ids_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_files, "_load_file_unchanged", lambda folder, entries: None)
-    with pytest.warns(UserWarning, match=r"other token ids .* data.tokenizer='byte'.*PreTrainedTokenizerFast"):
+    said = r"as Qwen2Tokenizer, which makes other token ids .* data.tokenizer='byte'.*PreTrainedTokenizerFast"
+    with pytest.warns(UserWarning, match=said):
         export(tmp_path / "m", "byte")
     advised = PreTrainedTokenizerFast.from_pretrained(tmp_path / "m")
     assert [advised(text, add_special_tokens=False)["input_ids"] for text in TEXTS] == ids_of_texts("byte")
 
 
+def test_a_tokenizer_that_is_read_back_without_its_bos_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "_entries", lambda *_: {})
+    with pytest.warns(UserWarning, match="as TokenizersBackend, which makes other token ids"):
+        export(tmp_path / "m", "byte", "llama")
+
+
 def test_a_tokenizer_that_is_not_read_back_is_saved_with_code_for_any_family(tmp_path, monkeypatch):
-    answers = iter([False, True])
-    monkeypatch.setattr(tokenizer_files, "_is_read_back", lambda trained, folder: next(answers))
+    answers = iter(["SomeTokenizer", ""])
+    monkeypatch.setattr(tokenizer_files, "_class_of_other_ids", lambda trained, folder: next(answers))
     assert (export(tmp_path / "m", "byte", "llama") / "tokenization_from_file.py").exists()
 
 
