@@ -52,14 +52,15 @@ def check_writable(folder: Path) -> None:
             ) from None
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise `TransientError` where the disk of `folder` has no room for a checkpoint of `num_bytes` in memory."""
+def without_room(folder: Path, num_bytes: int) -> str:
+    """Return a message where the disk of `folder` has no room for a checkpoint of `num_bytes` in memory, else ""."""
     disk = shutil.disk_usage(_existing(folder))
     if disk.total and disk.free < _COMPRESSED * num_bytes:  # some network file systems tell no size
-        raise TransientError(
+        return (
             f"{folder}: a checkpoint takes about {format_memory(num_bytes)}, and {format_memory(disk.free)} are free: "
             "make room, or give another folder"
         )
+    return ""
 
 
 def _existing(folder: Path) -> Path:

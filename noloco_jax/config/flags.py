@@ -146,7 +146,8 @@ class _Parser(argparse.ArgumentParser):
         fields = [path for path in known_fields() if f".{NAME}." not in path] if "--config" in flags else []
         paths = [path for path in fields if path == word]
         own = {flag.lstrip("-"): flag for flag in flags}
-        near = nearest(word, [*own, *(path.rpartition(".")[2] for path in fields)])
+        leaves = [path.rpartition(".")[2] for path in fields]
+        near = nearest(word, own, cutoff=0.8) or nearest(word, [*own, *leaves])
         if not paths and near in own:
             return [own[near]]
         paths = paths or [path for path in fields if path.rpartition(".")[2] == near]

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,8 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
-from noloco_jax.files import check_room, check_writable, full_disk_told
+from noloco_jax.errors import TransientError
+from noloco_jax.files import check_writable, full_disk_told, without_room
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
@@ -110,7 +112,7 @@ def train(
             if saved.step >= config.num_steps and not dry_run:
                 console.print(completion(saved))
                 return 0
-        check_room(workdir, checkpoint_bytes(setup.programs))
+        _check_room(setup, only_warn=dry_run)
         validation, streams = _open_data(setup, saved, print_digests=dry_run)
         given = given_weights(config, setup.tokenizer) if saved is None else None
         if dry_run:
@@ -186,6 +188,15 @@ def _check(
     messages = mode.prepare(config, programs)
     check_memory(config, programs)
     return _Setup(run_config, config, workdir, processes, mode, console, data, tokenizer, programs, messages)
+
+
+def _check_room(setup: _Setup, *, only_warn: bool) -> None:
+    """Raise `TransientError` where a checkpoint does not fit on the disk; a dry run may be for another machine."""
+    message = without_room(setup.workdir, checkpoint_bytes(setup.programs))
+    if message and not only_warn:
+        raise TransientError(message)
+    if message and jax.process_index() == 0:
+        warnings.warn(message, stacklevel=2)
 
 
 def _open_data(setup: _Setup, saved: Saved | None, *, print_digests: bool) -> tuple[Validation, ReplicaStreams]:
