@@ -7,7 +7,7 @@ import select
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 INTERRUPTED = 130  # the status that shells give after Ctrl-C
 RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGHUP with everything saved; the same command resumes
@@ -16,15 +16,44 @@ _OF_THE_PROGRAM = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION", "
 
 
 class UserError(Exception):
-    """Wrong input: the message is one line that names the thing and says what to do."""
+    """Wrong input, one mistake or several: a message is one line that names the thing and says what to do."""
 
     exit_status = 2
+
+    def __str__(self) -> str:
+        return ". Also: ".join(map(str, self.args))
 
 
 class TransientError(UserError):
     """Something outside the run failed and may work again: the input is right, and the same command may succeed."""
 
     exit_status = 1
+
+
+class Mistakes:
+    """Mistakes in one input, which `raise_all` reports together."""
+
+    def __init__(self) -> None:
+        self._messages: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note a `UserError` of the body instead of raising it."""
+        try:
+            yield
+        except UserError as error:
+            self.note(error)
+
+    def note(self, error: UserError) -> None:
+        self._messages += error.args
+
+    def raise_all(self) -> None:
+        """Raise one `UserError` of everything that was noted, if anything was."""
+        if self._messages:
+            raise UserError(*dict.fromkeys(self._messages))
 
 
 def described(error: BaseException) -> str:
@@ -45,7 +74,8 @@ def main_with_errors(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except UserError as error:
-        tell(f"error: {error}")
+        for message in error.args:
+            tell(f"error: {message}")
         status = error.exit_status
     except KeyboardInterrupt:
         tell("stopped by Ctrl-C")

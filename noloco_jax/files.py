@@ -6,14 +6,19 @@ import fcntl
 import io
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_jax.errors import TransientError, UserError
+from noloco_jax.formatting import format_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_COMPRESSED = 0.75  # of an array's size at least; 0.9 was measured of float32 after 40 steps
 
 
 def folder_of_flag(text: str) -> Path:
@@ -32,13 +37,36 @@ def folder_of_flag(text: str) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise `UserError` where `folder` cannot be written, or not be made. Writes nothing."""
-    absolute = folder.absolute()
-    existing = next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
+    """Raise `UserError` where `folder` cannot be written, or not be made; a folder is made to see it, and removed."""
+    existing = _existing(folder)
     if not existing.is_dir():
         raise UserError(f"{folder} cannot be a folder: {existing} is in the way; give another, or move that aside")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{folder} cannot be written: {existing} is not yours to write; give another folder")
+    with full_disk_told(folder, "the same command tries again"):
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".noloco_jax-", dir=existing))
+        except OSError as error:
+            if is_full_disk(error):
+                raise
+            raise UserError(
+                f"{folder} cannot be written: {existing} takes no new folder ({error.strerror}); give another folder"
+            ) from None
+
+
+def without_room(folder: Path, num_bytes: int) -> str:
+    """Return a message where the disk of `folder` has no room for a checkpoint of `num_bytes` in memory, else ""."""
+    disk = shutil.disk_usage(_existing(folder))
+    if disk.total and disk.free < _COMPRESSED * num_bytes:  # some network file systems tell no size
+        return (
+            f"{folder}: a checkpoint takes about {format_memory(num_bytes)}, and {format_memory(disk.free)} are free: "
+            "make room, or give another folder"
+        )
+    return ""
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that is there."""
+    absolute = folder.absolute()
+    return next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
 
 
 def check_name(workdir: Path) -> None:

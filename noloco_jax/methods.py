@@ -1,11 +1,10 @@
 """Table of training methods. A new method is a row here, a rule in `outer`, and a line in the tests' table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from noloco_jax.defaults import DEFAULTS
-from noloco_jax.errors import UserError
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.wires import CHUNK, MODULO_BITS, kept_of
 
@@ -28,7 +27,7 @@ class Method:
     Attributes:
       name: value of `config.method`.
       describe: config -> a line for people.
-      check: config -> None; raises `UserError` if the configuration does not fit the method.
+      mistakes: config -> messages on fields that do not fit the method.
       defaults: field of `outer` -> its default (None: derived from other fields); empty for methods without outer
         steps. The method ignores a field that only other rows have.
       pairing: config -> the pairing or graphs; None if all replicas or none exchange.
@@ -44,7 +43,7 @@ class Method:
 
     name: str
     describe: Callable[[Config], str]
-    check: Callable[[Config], None] = lambda config: None
+    mistakes: Callable[[Config], Iterable[str]] = lambda config: ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     pairing: "Callable[[Config], RandomPairing | RandomNeighbours] | None" = None
     num_partners: Callable[[Config], int] | None = None
@@ -115,19 +114,19 @@ def _what(config: Config) -> str:
     return "".join(f", {part}" for part in parts if part)
 
 
-def _check_noloco(config: Config) -> None:
+def _noloco_mistakes(config: Config) -> Iterator[str]:
     replicas, group_size = config.num_replicas, config.outer.group_size
     if replicas < 2:
-        raise UserError(f"method='noloco' averages pairs and num_replicas={replicas}: use 2 or more, or method='local'")
-    if not 2 <= group_size <= replicas:
-        raise UserError(f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one")
+        yield f"method='noloco' averages pairs and num_replicas={replicas}: use 2 or more, or method='local'"
+    elif not 2 <= group_size <= replicas:
+        yield f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one"
     if config.outer.order == "hypercube" and (replicas & (replicas - 1) or group_size != 2):
-        raise UserError(
+        yield (
             f"outer.order='hypercube' is for pairs of 2, 4, 8, ... replicas, here num_replicas={replicas} and "
             f"outer.group_size={group_size}: give outer.order='passes'"
         )
     if group_size > 2 and config.outer.wire in MODULO_BITS:
-        raise UserError(
+        yield (
             f"outer.wire={config.outer.wire!r} is for pairs and outer.group_size={group_size}: use outer.wire='int8'"
         )
 
@@ -138,9 +137,9 @@ def _describe_diloco(config: Config) -> str:
     return f"diloco: all average {_when(config)} ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g}){_what(config)}"
 
 
-def _check_diloco(config: Config) -> None:
+def _diloco_mistakes(config: Config) -> Iterator[str]:
     if config.outer.wire in MODULO_BITS:
-        raise UserError(
+        yield (
             f"outer.wire={config.outer.wire!r} is for pairs and method='diloco' averages all replicas: use "
             "outer.wire='int4'"
         )
@@ -163,25 +162,23 @@ def _describe_epidemic(config: Config) -> str:
     return f"epidemic: each sends its weights to {others} and averages {_when(config)}{_what(config)}"
 
 
-def _check_epidemic(config: Config) -> None:
+def _epidemic_mistakes(config: Config) -> Iterator[str]:
     replicas, outer = config.num_replicas, config.outer
     if replicas < 2:
-        raise UserError(f"method='epidemic' sends to others and num_replicas={replicas}: use 2 or more")
-    if outer.neighbours is not None and outer.neighbours >= replicas:
-        raise UserError(
+        yield f"method='epidemic' sends to others and num_replicas={replicas}: use 2 or more"
+    elif outer.neighbours is not None and outer.neighbours >= replicas:
+        yield (
             f"outer.neighbours={outer.neighbours} is more than the others of num_replicas={replicas}: give at most "
             f"{replicas - 1}"
         )
     if outer.order == "hypercube":
-        raise UserError(
-            "outer.order='hypercube' is for noloco's pairs and method='epidemic': give outer.order='passes'"
-        )
+        yield ("outer.order='hypercube' is for noloco's pairs and method='epidemic': give outer.order='passes'")
     if outer.wire in MODULO_BITS:
-        raise UserError(
+        yield (
             f"outer.wire={outer.wire!r} is for pairs, which send to each other, and method='epidemic': use "
             "outer.wire='int8'"
         )
-    _check_not_offloaded(config)
+    yield from _not_offloaded_mistakes(config)
 
 
 def _describe_sparseloco(config: Config) -> str:
@@ -192,31 +189,31 @@ def _describe_sparseloco(config: Config) -> str:
     )
 
 
-def _check_sparseloco(config: Config) -> None:
-    _check_wire(config)
+def _sparseloco_mistakes(config: Config) -> Iterator[str]:
+    yield from _wire_mistakes(config)
     if config.outer.delay:
-        raise UserError(
+        yield (
             f"outer.delay={config.outer.delay} goes with dense messages and method='sparseloco' has sparse ones: leave "
             "it at 0"
         )
 
 
-def _check_wire(config: Config) -> None:
+def _wire_mistakes(config: Config) -> Iterator[str]:
     if config.outer.wire not in (None, "float32"):
-        raise UserError(
+        yield (
             f"outer.wire={config.outer.wire!r} is for dense messages and method={config.method!r} sends none: leave "
             "it at 'float32'"
         )
 
 
-def _check_no_outer_steps(config: Config) -> None:
-    _check_wire(config)
-    _check_not_offloaded(config)
+def _no_outer_steps_mistakes(config: Config) -> Iterator[str]:
+    yield from _wire_mistakes(config)
+    yield from _not_offloaded_mistakes(config)
 
 
-def _check_not_offloaded(config: Config) -> None:
+def _not_offloaded_mistakes(config: Config) -> Iterator[str]:
     if config.outer.offload:
-        raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
+        yield f"outer.offload=True and method={config.method!r} has no outer state: leave it out"
 
 
 METHODS: dict[str, Method] = {
@@ -225,7 +222,7 @@ METHODS: dict[str, Method] = {
         Method(
             "noloco",
             _describe_noloco,
-            _check_noloco,
+            _noloco_mistakes,
             defaults=DEFAULTS["noloco"],
             pairing=_pairing,
             num_partners=lambda config: config.outer.group_size - 1,
@@ -234,7 +231,7 @@ METHODS: dict[str, Method] = {
         Method(
             "diloco",
             _describe_diloco,
-            _check_diloco,
+            _diloco_mistakes,
             defaults=DEFAULTS["diloco"],
             outer_collectives=("psum", "all_to_all", "all_gather"),  # the latter two if messages are quantized
             baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
@@ -244,7 +241,7 @@ METHODS: dict[str, Method] = {
         Method(
             "epidemic",
             _describe_epidemic,
-            _check_epidemic,
+            _epidemic_mistakes,
             defaults=DEFAULTS["epidemic"],
             pairing=_neighbours,
             num_partners=_num_neighbours,
@@ -254,7 +251,7 @@ METHODS: dict[str, Method] = {
         Method(
             "sparseloco",
             _describe_sparseloco,
-            _check_sparseloco,
+            _sparseloco_mistakes,
             defaults=DEFAULTS["sparseloco"],
             outer_collectives=("all_gather",),
             also_unused=("outer.delay",),
@@ -264,11 +261,11 @@ METHODS: dict[str, Method] = {
         Method(
             "ddp",
             lambda config: "ddp: gradients averaged every step",
-            _check_no_outer_steps,
+            _no_outer_steps_mistakes,
             averages_gradients=True,
             also_unused=("outer.",),
         ),
-        Method("local", lambda config: "local: replicas never meet", _check_no_outer_steps, also_unused=("outer.",)),
+        Method("local", lambda config: "local: replicas never meet", _no_outer_steps_mistakes, also_unused=("outer.",)),
     )
 }
 METHOD_FIELDS = tuple(dict.fromkeys(name for row in METHODS.values() for name in row.defaults))

@@ -2,15 +2,19 @@
 
 import functools
 import importlib.metadata
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict
-from noloco_jax.data.tokenizers import copy_tokenizer
+from noloco_jax.data.tokenizer_folder import copy_tokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.model.huggingface_config import GIVEN_FILES
+from noloco_jax.storage.addresses import local_folder
 
 TOKENIZER_FOLDER = "tokenizer"
+GIVEN_FOLDER = "init_from"
 _PACKAGES = ("noloco_jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 
 
@@ -78,7 +82,27 @@ def version_changes(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def write_start(config: TrainConfig, workdir: Path) -> None:
-    """Write config.json, and copy a tokenizer in a folder, for tools that read the run from elsewhere or later."""
+def write_start(config: TrainConfig, workdir: Path, *, is_new: bool) -> None:
+    """Write what tools read of a run from elsewhere or later: config.json, and copies of what may move.
+
+    Args:
+      config: configuration of the run.
+      workdir: its folder.
+      is_new: False for a resume, which does not read `init_from`.
+    """
     copy_tokenizer(config.data.tokenizer, workdir / TOKENIZER_FOLDER)
+    if is_new:
+        _copy_configs(config.init_from, workdir / GIVEN_FOLDER)
     save_config(config, workdir)
+
+
+def _copy_configs(init_from: str, folder: Path) -> None:
+    """Copy the configurations beside given weights, for exports; remove those of an earlier start."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not init_from:
+        return
+    with local_folder(init_from, GIVEN_FILES) as given:
+        folder.mkdir(parents=True)
+        for name in GIVEN_FILES:
+            if (given / name).is_file():
+                shutil.copyfile(given / name, folder / name)

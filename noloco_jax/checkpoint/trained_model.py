@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.checkpoint.record import TOKENIZER_FOLDER
+from noloco_jax.checkpoint.record import GIVEN_FOLDER, TOKENIZER_FOLDER
 from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import DataConfig, TrainConfig, load_saved
 from noloco_jax.data import ByteTokenizer, RunData, Tokenizer, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import save_folder
-from noloco_jax.model.huggingface_config import max_positions
+from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions
 from noloco_jax.model.kind import num_params
 
 PyTree = Any
@@ -91,7 +91,7 @@ def tokenizer_of(data: DataConfig, workdir: Path | None, given: str | None = Non
 
 
 def write_model_folder(
-    folder: Path, params: PyTree, config: TrainConfig, tokenizer: Tokenizer | None, of: str
+    folder: Path, params: PyTree, config: TrainConfig, tokenizer: Tokenizer | None, of: str, workdir: Path | None
 ) -> Iterable[str]:
     """Write the folder; return lines that describe its content.
 
@@ -101,19 +101,28 @@ def write_model_folder(
       config: configuration of the run.
       tokenizer: tokenizer of the run; None if unknown.
       of: origin of the weights, for the first line.
+      workdir: the run's folder, with copies of the configurations beside `init_from`; None: unknown.
     """
-    max_length, notes = _max_length(config)
+    given = _given_folder(config, workdir)
+    length = config.data.sequence_length
     save_folder(
         folder,
         params,
         config.model,
-        None if tokenizer is None else tokenizer.name,
-        max_position_embeddings=max_length,
+        tokenizer,
+        # A model that began as another keeps that one's length where it is longer than the sequences of training.
+        max_position_embeddings=length if given is None else max(length, max_positions(given) or 0),
         # What no document had was never trained.
         bos_id=tokenizer.bos_id if tokenizer is not None and config.data.add_bos else None,
         eos_id=tokenizer.eos_id if tokenizer is not None and config.data.add_eos else None,
+        given=given,
     )
-    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}", *notes]
+    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}"]
+    if config.init_from and given is None:
+        lines.append(
+            f"max_position_embeddings is {length}, the sequences of training, and generation_config.json is new: "
+            f"init_from={config.init_from!r} is not a local folder here; copy both from that model"
+        )
     if tokenizer is None:
         lines.append(
             "no tokenizer files, no BOS and no EOS: the run read token ids and data.tokenizer does not name their "
@@ -122,18 +131,8 @@ def write_model_folder(
     return lines
 
 
-def _max_length(config: TrainConfig) -> tuple[int, list[str]]:
-    """Return the longest sequence that a run's model is meant for, in tokens, and a note where that is uncertain.
-
-    A model that began as `init_from` keeps that one's length where it is longer than the sequences of training.
-    """
-    length = config.data.sequence_length
-    if not config.init_from:
-        return length, []
-    try:
-        return max(length, max_positions(config.init_from) or 0), []
-    except UserError:
-        return length, [
-            f"max_position_embeddings is {length}, the sequences of training: init_from={config.init_from!r} is not a "
-            "local folder here; correct it in config.json if that model was made for longer ones"
-        ]
+def _given_folder(config: TrainConfig, workdir: Path | None) -> Path | None:
+    """Return a folder with the configurations of the model that a run began as; None: it began as none, or is gone."""
+    folders = [] if workdir is None else [workdir / GIVEN_FOLDER]
+    folders += [Path(config.init_from).expanduser()] if config.init_from else []
+    return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)

@@ -4,11 +4,12 @@ import dataclasses
 import math
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
 from noloco_jax.config.schema import FieldInfo, field_at, flatten, shown
-from noloco_jax.errors import UserError
+from noloco_jax.errors import Mistakes, UserError
 from noloco_jax.methods import METHODS
 
 LARGEST_INT = 2**31 - 1
@@ -16,18 +17,25 @@ _KIND = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def validate(config: TrainConfig) -> None:
-    """Raise `UserError` at the first field that is out of range or at odds with another."""
+    """Raise `UserError` with all fields that are out of range, or else with all that are at odds with another."""
+    mistakes = Mistakes()
     for path, value in flatten(dataclasses.asdict(config)).items():
         field = field_at(TrainConfig, path)
         if value is not None and field is not None:
-            checked(path, field, value)
-    _check_model(config.model)
-    _check_data(config.data)
-    _check_run(config)
-    METHODS[config.method].check(config)
-    if METHODS[config.method].has_outer_steps:
-        _check_outer(config)
-    _check_mesh(config)
+            with mistakes.noted():
+                checked(path, field, value)
+    mistakes.raise_all()
+    method = METHODS[config.method]
+    messages = [
+        *_model_mistakes(config.model),
+        *_data_mistakes(config.data),
+        *_run_mistakes(config),
+        *method.mistakes(config),
+        *(_outer_mistakes(config) if method.has_outer_steps else ()),
+        *_mesh_mistakes(config),
+    ]
+    if messages:
+        raise UserError(*messages)
 
 
 def checked(path: str, field: FieldInfo, value: Any) -> Any:
@@ -49,119 +57,115 @@ def checked(path: str, field: FieldInfo, value: Any) -> Any:
     return value
 
 
-def _need_multiple(of_path: str, of: int, by_path: str, by: int) -> None:
+def _multiple(of_path: str, of: int, by_path: str, by: int) -> Iterator[str]:
     if of % by:
-        raise UserError(f"{of_path}={of} is not a multiple of {by_path}={by}: change one of them")
+        yield f"{of_path}={of} is not a multiple of {by_path}={by}: change one of them"
 
 
-def _check_model(model: ModelConfig) -> None:
+def _model_mistakes(model: ModelConfig) -> Iterator[str]:
     if not model.is_built_in:
         if not _KIND.fullmatch(model.kind):
-            raise UserError(
+            yield (
                 f"model.kind={shown(model.kind)} is neither 'llama' nor 'moe' nor a class of one's own: give it as "
                 "--config.model.kind=my_package.my_module:MyModel"
             )
         return  # the fields below are not for it, or it checks them itself
     if model.kind == "moe" and model.experts_per_token > model.num_experts:
-        raise UserError(
+        yield (
             f"model.experts_per_token={model.experts_per_token} is more than model.num_experts={model.num_experts}: "
             "lower it, or add experts"
         )
     if model.head_dim is None:
-        _need_multiple("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
-    _need_multiple("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads)
-    if model.head_size % 2:
+        yield from _multiple("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
+    yield from _multiple("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads)
+    if model.head_size % 2 and (model.head_dim is not None or not model.hidden_size % model.num_heads):
         which = (
             f"model.hidden_size={model.hidden_size} over model.num_heads={model.num_heads} gives heads of"
             if model.head_dim is None
             else "model.head_dim is"
         )
-        raise UserError(f"{which} {model.head_size}, which rotary embedding cannot pair up: make it even")
+        yield f"{which} {model.head_size}, which rotary embedding cannot pair up: make it even"
     rope = model.rope_scaling
     if rope is not None and rope.low_freq_factor >= rope.high_freq_factor:
-        raise UserError(
+        yield (
             f"model.rope_scaling.low_freq_factor={rope.low_freq_factor} is not below "
             f"model.rope_scaling.high_freq_factor={rope.high_freq_factor}: swap or change them"
         )
 
 
-def _check_data(data: DataConfig) -> None:
+def _data_mistakes(data: DataConfig) -> Iterator[str]:
     if data.kind != "mixture":
         if data.mixture:
-            raise UserError(
+            yield (
                 f"data.mixture.{next(iter(data.mixture))} is for data.kind='mixture' and data.kind={data.kind!r}: give "
                 "--config.data.kind=mixture, or no data.mixture"
             )
         return
     if not data.mixture:
-        raise UserError(
+        yield (
             "data.kind='mixture' and data.mixture names no source: give data.mixture.NAME.kind, .path and .weight of "
             "each, under a NAME that you choose"
         )
+        return
     for name in ("path", "validation_path", "text_column"):
         default = getattr(DataConfig, name)
         if getattr(data, name) != default:
-            raise UserError(
+            yield (
                 f"data.{name}={shown(getattr(data, name))} is not for data.kind='mixture': give it to a source, as "
                 f"--config.data.mixture.{next(iter(data.mixture))}.{name}, and --config.data.{name}={default} here"
             )
 
 
-def _check_run(config: TrainConfig) -> None:
+def _run_mistakes(config: TrainConfig) -> Iterator[str]:
     inner = config.inner
-    if inner.warmup_steps > config.num_steps:
-        raise UserError(
-            f"inner.warmup_steps={inner.warmup_steps} is more than num_steps={config.num_steps}: lower the warmup, for "
-            f"example to a tenth of the run by --config.inner.warmup_steps={config.num_steps // 10}"
-        )
     if inner.min_lr > inner.lr:
-        raise UserError(f"inner.min_lr={inner.min_lr} is above inner.lr={inner.lr}: lower it")
+        yield f"inner.min_lr={inner.min_lr} is above inner.lr={inner.lr}: lower it"
     if inner.optimizer == "adam" and inner.weight_decay:
-        raise UserError(
+        yield (
             f"inner.weight_decay={inner.weight_decay} is not for inner.optimizer='adam': give "
             "--config.inner.optimizer=adamw, or no weight decay"
         )
     if inner.optimizer != "muon" and inner.adam_lr is not None:
-        raise UserError(
+        yield (
             f"inner.adam_lr={inner.adam_lr} is what goes beside muon's rate and inner.optimizer={inner.optimizer!r}: "
             "give inner.lr alone"
         )
-    _need_multiple("keep_period", config.keep_period, "checkpoint_every", config.checkpoint_every)
-    _need_multiple("data.batch_size", config.data.batch_size, "num_microbatches", config.num_microbatches)
+    yield from _multiple("keep_period", config.keep_period, "checkpoint_every", config.checkpoint_every)
+    yield from _multiple("data.batch_size", config.data.batch_size, "num_microbatches", config.num_microbatches)
 
 
-def _check_outer(config: TrainConfig) -> None:
+def _outer_mistakes(config: TrainConfig) -> Iterator[str]:
     outer = config.outer
     if config.model.is_built_in:  # of other models `spmd.sharding` knows the weights
-        _need_multiple("model.hidden_size", config.model.hidden_size, "outer.fragments", outer.fragments)
-    if config.model.is_built_in and config.mesh.fsdp > 1:
-        part = config.model.hidden_size // config.mesh.fsdp
-        _need_multiple("model.hidden_size / mesh.fsdp", part, "outer.fragments", outer.fragments)
+        width, parts = config.model.hidden_size, max(config.mesh.fsdp, 1)
+        yield from _multiple("model.hidden_size", width, "outer.fragments", outer.fragments)
+        if parts > 1 and not width % outer.fragments:
+            yield from _multiple("model.hidden_size / mesh.fsdp", width // parts, "outer.fragments", outer.fragments)
     if outer.delay > outer.sync_every:
-        raise UserError(
+        yield (
             f"outer.delay={outer.delay} is more than the {outer.sync_every} inner steps after which a fragment has its "
             f"next outer step: lower it to {outer.sync_every}"
         )
 
 
-def _check_mesh(config: TrainConfig) -> None:
+def _mesh_mistakes(config: TrainConfig) -> Iterator[str]:
     mesh = config.mesh
     left_open = [f"mesh.{axis}" for axis in ("replica", "fsdp", "tensor") if getattr(mesh, axis) == -1]
     if len(left_open) > 1:
-        raise UserError(f"{' and '.join(left_open)} are both -1: only one mesh axis can be what is left")
+        yield f"{' and '.join(left_open)} are both -1: only one mesh axis can be what is left"
     if mesh.replica != -1:
-        _need_multiple("num_replicas", config.num_replicas, "mesh.replica", mesh.replica)
+        yield from _multiple("num_replicas", config.num_replicas, "mesh.replica", mesh.replica)
     if mesh.stage == 1:
         if config.model.remat == "stage":
-            raise UserError("model.remat='stage' computes pipeline stages again and mesh.stage=1: use 'full' or 'dots'")
+            yield "model.remat='stage' computes pipeline stages again and mesh.stage=1: use 'full' or 'dots'"
         return
-    _need_multiple("model.num_layers", config.model.num_layers, "mesh.stage", mesh.stage)
+    yield from _multiple("model.num_layers", config.model.num_layers, "mesh.stage", mesh.stage)
     if config.model.tie_embeddings:
-        raise UserError(
+        yield (
             f"model.tie_embeddings=True shares a matrix between the first and last of mesh.stage={mesh.stage} stages: "
             "untie them or use one stage"
         )
     if mesh.routing == "random" and config.num_replicas == 1:
-        raise UserError(
+        yield (
             "mesh.routing='random' sends micro-batches to other replicas and num_replicas=1: use mesh.routing='fixed'"
         )

@@ -81,7 +81,9 @@ class InnerConfig:
     lr: float = setting(6e-4, "Learning rate after the warmup.", above=0)
     adam_lr: float | None = setting(None, "AdamW's learning rate beside muon; None: a tenth of inner.lr.", above=0)
     min_lr: float = setting(6e-5, "Learning rate at the end, unless constant.", minimum=0)
-    warmup_steps: int = setting(20, "Inner steps of the linear warmup.", minimum=0)
+    warmup_steps: int = setting(
+        20, "Inner steps of the linear warmup; one longer than the run becomes a tenth of it.", minimum=0
+    )
     schedule: str = setting(
         "cosine",
         "Learning rate after the warmup: cosine decay to min_lr; level, then linear decay over the last fifth of the "
@@ -188,7 +190,7 @@ class DataConfig:
         "JSON field or Parquet column of the text; other names than text come before tokens.",
         nonempty=True,
     )
-    tokenizer: str = setting("byte", "byte, or a transformers tokenizer's name, folder or address.", nonempty=True)
+    tokenizer: str = setting("byte", "byte, or a Hugging Face tokenizer's name, folder or address.", nonempty=True)
     add_bos: bool = setting(True, "Begin documents with BOS.")
     add_eos: bool = setting(True, "End documents with EOS.")
     sequence_length: int = setting(

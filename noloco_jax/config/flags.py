@@ -6,8 +6,8 @@ than the file's leaves out what the file sets of these, as it was chosen for the
 """
 
 import argparse
+import collections
 import contextlib
-import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
-from noloco_jax.config.build import find_field, from_dict, known_fields, to_dict
+from noloco_jax.config.build import find_field, from_dict, known_fields, nearest, to_dict
 from noloco_jax.config.checks import checked
 from noloco_jax.config.config_file import bundled_names, read_config_file
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.config.schema import FieldInfo, shown
-from noloco_jax.errors import UserError
+from noloco_jax.config.schema import NAME, FieldInfo, shown
+from noloco_jax.errors import Mistakes, UserError
 from noloco_jax.methods import METHOD_FIELDS
 
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
@@ -33,16 +33,34 @@ def load_config(file: str, overrides: Sequence[str] = ()) -> ConfigDict:
     References between the file's fields (`config.get_ref`) follow the overrides. Where these name another method than
     the file's, the file's values of `METHOD_FIELDS` are left out. See `read_config_file` for `file`.
     """
-    return _with_overrides(read_config_file(file), overrides)
+    mistakes = Mistakes()
+    config = _with_overrides(read_config_file(file), overrides, mistakes)
+    mistakes.raise_all()
+    return config
 
 
 def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     """Return the checked configuration with `overrides` over it, as those of `load_config` over a file."""
-    return from_dict(_with_overrides(ConfigDict(to_dict(config)), overrides))
+    return _checked(ConfigDict(to_dict(config)), overrides, Mistakes())
 
 
-def _with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
-    parsed = [_parse_override(override) for override in overrides]
+def _checked(config: ConfigDict, overrides: Sequence[str], mistakes: Mistakes) -> TrainConfig:
+    """Return the checked configuration; raise `mistakes` together with those of the overrides and between fields."""
+    checked = None
+    config = _with_overrides(config, overrides, mistakes)
+    with mistakes.noted():
+        checked = from_dict(config)
+    mistakes.raise_all()
+    assert checked is not None
+    return checked
+
+
+def _with_overrides(config: ConfigDict, overrides: Sequence[str], mistakes: Mistakes) -> ConfigDict:
+    """Set fields in place, without what is noted as a mistake; return the configuration."""
+    parsed = []
+    for override in overrides:
+        with mistakes.noted():
+            parsed.append(_parse_override(override))
     given, before, outer = dict(parsed), config.get("method", TrainConfig.method), config.get("outer")
     if given.get("method", before) != before and isinstance(outer, ConfigDict):
         for name in METHOD_FIELDS:
@@ -50,7 +68,8 @@ def _with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
                 with outer.unlocked():
                     del outer[name]  # chosen for the method before
     for path, value in parsed:
-        _assign(config, path, value)
+        with mistakes.noted():
+            _assign(config, path, value)
     return config
 
 
@@ -114,14 +133,25 @@ class _Parser(argparse.ArgumentParser):
         # A flag that is required may be there under a wrong name.
         wrong = [unknown[1]] if unknown else [given for given in self._given if given.startswith("--")]
         for argument in wrong if unknown or "required" in message else []:
-            name, equals, value = argument.partition("=")
-            flags = {flag.replace("_", ""): flag for flag in self._option_string_actions if flag != name}
-            near = difflib.get_close_matches(name.replace("_", ""), flags, n=1)
-            if "--config" in self._option_string_actions and (path := name.lstrip("-")) in known_fields():
-                raise UserError(f"unknown argument {argument!r}: did you mean '--config.{path}{equals}{value}'?")
-            if near and name not in self._option_string_actions:
-                raise UserError(f"unknown argument {argument!r}: did you mean {flags[near[0]]!r}?")
+            if meant := self._meant(argument):
+                raise UserError(f"unknown argument {argument!r}: did you mean {' or '.join(map(repr, meant))}?")
         raise UserError(f"unknown argument {unknown[1]!r}: see --help" if unknown else message)
+
+    def _meant(self, argument: str) -> list[str]:
+        """Return the flags, of the tool or of config fields, that an unknown one may stand for."""
+        name, equals, value = argument.partition("=")
+        flags, word = self._option_string_actions, name.lstrip("-")
+        if name in flags:
+            return []
+        fields = [path for path in known_fields() if f".{NAME}." not in path] if "--config" in flags else []
+        paths = [path for path in fields if path == word]
+        own = {flag.lstrip("-"): flag for flag in flags}
+        leaves = [path.rpartition(".")[2] for path in fields]
+        near = nearest(word, own, cutoff=0.8) or nearest(word, [*own, *leaves])
+        if not paths and near in own:
+            return [own[near]]
+        paths = paths or [path for path in fields if path.rpartition(".")[2] == near]
+        return [f"--config.{path}{equals}{value}" for path in paths]
 
 
 def make_parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
@@ -161,24 +191,42 @@ def parse_args(
     )
     if define_flags is not None:
         define_flags(parser)
-    overrides, own = split_overrides(sys.argv[1:] if argv is None else argv)
-    namespace = parser.parse_args(own)
-    return from_dict(load_config(namespace.config, overrides)), namespace
+    mistakes, namespace = Mistakes(), argparse.Namespace()
+    overrides, own = _split_overrides(sys.argv[1:] if argv is None else argv, mistakes)
+    with mistakes.noted():
+        namespace = parser.parse_args(own)
+    if "config" not in namespace:
+        mistakes.raise_all()
+    return _checked(read_config_file(namespace.config), overrides, mistakes), namespace
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `argv` into (overrides, the rest); `--config.FIELD VALUE` becomes `--config.FIELD=VALUE`."""
-    overrides, rest, arguments = [], [], iter(argv)
-    for argument in arguments:
-        override = _split_override(argument)
+    mistakes = Mistakes()
+    found = _split_overrides(argv, mistakes)
+    mistakes.raise_all()
+    return found
+
+
+def _split_overrides(argv: Sequence[str], mistakes: Mistakes) -> tuple[list[str], list[str]]:
+    overrides, rest, arguments = [], [], collections.deque(argv)
+    while arguments:
+        argument = arguments.popleft()
+        try:
+            override = _split_override(argument)
+        except UserError as error:
+            mistakes.note(error)
+            if "=" not in argument and arguments and not arguments[0].startswith("-"):
+                arguments.popleft()  # its value
+            continue
         if override is None:
             rest.append(argument)
             continue
         path, field, text = override
         if text is None and field.type is not bool:
-            value = next(arguments, None)
-            if value is None:
-                raise UserError(f"--config.{path} has no value: give --config.{path}=VALUE")
-            argument = f"--config.{path}={value}"
+            if not arguments:
+                mistakes.note(UserError(f"--config.{path} has no value: give --config.{path}=VALUE"))
+                continue
+            argument = f"--config.{path}={arguments.popleft()}"
         overrides.append(argument)
     return overrides, rest

@@ -1,27 +1,36 @@
-"""Tokenizers: the bytes of the text, or any fast tokenizer that `transformers` can load."""
+"""Tokenizers: the bytes of the text, or a Hugging Face one, whose ids are those of its tokenizer.json."""
 
-import contextlib
+import functools
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from noloco_jax.errors import TransientError, UserError
-from noloco_jax.storage.addresses import local_folder
+from noloco_jax.errors import UserError
 
-_TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
-_ANSWER_SECONDS = 3.0  # timeout of the Hugging Face hub
+if TYPE_CHECKING:
+    import tokenizers
 
-# Cases, accents in both forms, digits, spaces, line ends, and scripts without spaces and beyond 16 bits.
-_PROBE = (
-    " The quick  Brown fox's caf\u00e9 cafe\u0301\n\tjumps, 1234567890 3.14!\r\n "
-    "\u65e5\u672c \u0440\u0443 \ufb01\U0001f98a <s> "
+# Words, contractions, accents in both forms, digits, spaces, line ends, code, and scripts without spaces and beyond 16
+# bits: whatever normalizers and pre-tokenizers treat in different ways.
+_PIECES = (
+    *("the", " The", " quick", "  Brown", " fox's", " I'LL", "n't", " don\u2019t", "CamelCase", "_x_", "def f(x):\n  "),
+    *("\u00c4\u00d6", " caf\u00e9", " cafe\u0301", "na\u00efve", " \ufb01n", "\u00bd", "\u2168", "\u65e5\u672c\u8a9e"),
+    *("1", "12", "1234567", " 3.14", " 2024", "$5", ",", ".", "!?", "...", " \u2014 ", "(a)", "\u3002", "http://a.b/c"),
+    *(" ", "   ", "\n", "\n\n", " \n  ", "\t", "\r\n", "\u00a0", "\u200b", "\u2581", "<s>", "</s>", " \u0440\u0443"),
+    *("\u0627\u0644", "\ud55c\uad6d", "\u0939\u093f", "\U0001f98a", "\U0001f468\u200d\U0001f469"),
 )
+
+
+@functools.cache
+def _probe() -> list[str]:
+    """Return 200 texts of random pieces, the same ones everywhere; the first has every piece."""
+    rng = random.Random(0)  # of which only `random()` is the same in all versions of Python
+    texts = ["".join(_PIECES[int(rng.random() * len(_PIECES))] for _ in range(12)) for _ in range(199)]
+    return ["".join(_PIECES), *texts]
 
 
 class Tokenizer(Protocol):
@@ -72,25 +81,47 @@ class ByteTokenizer:
 
 
 def makes_same_ids(first: Tokenizer, second: Tokenizer) -> bool:
-    """Return True if two tokenizers make the same ids of a text that exercises splitting and normalization."""
-    return first.encode(_PROBE).tolist() == second.encode(_PROBE).tolist()
+    """Return True if two tokenizers make the same ids of 200 texts that exercise splitting and normalization."""
+    pairs = zip(first.encode_batch(_probe()), second.encode_batch(_probe()), strict=True)
+    return all(np.array_equal(one, other) for one, other in pairs)
 
 
 class FastTokenizer:
-    """A Hugging Face `tokenizers.Tokenizer` with the BOS and EOS ids that `transformers` has for it.
+    """A `tokenizers.Tokenizer`, which makes the ids of its tokenizer.json.
 
     Special tokens that are written out in a document are encoded as ordinary text: only the data pipeline marks where
     documents begin and end, and no id outside `vocab_size` can come from a text (Llama 3 reserves 254 such ids).
+
+    Args:
+      name: the name, folder or address of the tokenizer.
+      backend: the tokenizer; this object owns it, and changes its settings.
+      bos_id, eos_id: its ids for the begin and the end of a document; None: it has none.
+      settings: entries of its tokenizer_config.json, for exports.
     """
 
-    def __init__(self, name: str, backend: Any, vocab_size: int, bos_id: int | None, eos_id: int | None):
-        self.name, self.vocab_size, self.bos_id, self.eos_id = name, vocab_size, bos_id, eos_id
+    def __init__(
+        self,
+        name: str,
+        backend: "tokenizers.Tokenizer",
+        bos_id: int | None,
+        eos_id: int | None,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        self.name, self.bos_id, self.eos_id, self.settings = name, bos_id, eos_id, settings or {}
         self._backend = backend
         self._configure()
+        ordinary = [index for index, token in backend.get_added_tokens_decoder().items() if not token.special]
+        # The largest id, not the number of ids: a vocabulary may have holes.
+        ids = backend.get_vocab(with_added_tokens=False).values()
+        self.vocab_size = 1 + max([*ids, *ordinary, *(index for index in (bos_id, eos_id) if index is not None)])
         # Not of the tokenizer's file, which libraries of other versions write in other forms.
         vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items())
-        facts = [vocabulary, bos_id, eos_id, self.encode(_PROBE).tolist()]
+        facts = [vocabulary, bos_id, eos_id, [ids.tolist() for ids in self.encode_batch(_probe())]]
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """Return the content of a tokenizer.json."""
+        return self._backend.to_str()
 
     def _configure(self) -> None:
         self._backend.encode_special_tokens = True
@@ -116,111 +147,6 @@ class FastTokenizer:
         return self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
 
-def load_tokenizer(name: str, field: str = "data.tokenizer") -> Tokenizer:
-    """Load the tokenizer `name`: "byte", a folder, here or at an address, or a name on the Hugging Face hub.
-
-    A gated one is fetched with the token in the environment variable HF_TOKEN. Where the hub does not answer, what was
-    fetched before is taken. `field` is the field or flag that names it, for error messages.
-    Raises `UserError` if it cannot be loaded, `TransientError` if that is for want of the hub.
-    """
-    if name == "byte":
-        return ByteTokenizer()
-    folder = Path(name).expanduser()
-    if (folder.is_absolute() or name.startswith((".", "~"))) and not folder.is_dir():
-        raise UserError(
-            f"{field}={name!r}: there is no such folder; give one with a tokenizer.json, "
-            'a name on the Hugging Face hub, or "byte"'
-        )
-    with local_tokenizer(name) as given:
-        return _load(name, given, field)
-
-
-def copy_tokenizer(name: str, folder: Path) -> None:
-    """Copy a tokenizer's folder, here or at an address, to `folder`, whole or not at all; nothing for other names."""
-    if name == "byte":
-        return
-    with local_tokenizer(name) as given:
-        if not Path(given).is_dir():
-            return
-        unfinished = folder.with_name(f"{folder.name}.tmp")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        for file in Path(given).iterdir():
-            if file.is_file() and file.name.endswith(_TOKENIZER_SUFFIXES):
-                shutil.copyfile(file, unfinished / file.name)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-
-
-@contextlib.contextmanager
-def local_tokenizer(name: str) -> Iterator[str]:
-    """Yield what `transformers` loads a tokenizer by: its name on the hub, its folder, or a copy of one at an address.
-
-    Raises `UserError` if there is no folder at the address.
-    """
-    with local_folder(name, _TOKENIZER_SUFFIXES) as folder:
-        yield str(folder) if folder.is_dir() else name
-
-
-def _load(name: str, given: str, field: str) -> FastTokenizer:
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences its warning that PyTorch is missing
-    from transformers import AutoTokenizer
-
-    unreachable = "" if Path(given).is_dir() else _unreachable_hub()
-    try:
-        loaded = AutoTokenizer.from_pretrained(
-            given,
-            token=os.environ.get("HF_TOKEN"),
-            use_fast=True,
-            local_files_only=bool(unreachable),
-        )
-    except Exception as error:  # the many backends of transformers raise all kinds
-        if unreachable:
-            raise TransientError(
-                f"{field}={name!r} was not fetched before and {unreachable}: try again with a network, or give "
-                'a local folder with a tokenizer.json, or "byte"'
-            ) from None
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{field}={name!r} cannot be loaded ({type(error).__name__}: {reason}): set HF_TOKEN if its licence "
-            'asks for a login, or give a local folder with a tokenizer.json, or "byte"'
-        ) from None
-    return fast_tokenizer(name, loaded, field)
-
-
-def fast_tokenizer(name: str, loaded: Any, field: str = "data.tokenizer") -> FastTokenizer:
-    """Make the tokenizer `name` of what `transformers` has loaded; raise `UserError` if that is no fast tokenizer.
-
-    The two share the backend, in which special tokens become ordinary text.
-    """
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        raise UserError(
-            f"{field}={name!r} is a {type(loaded).__name__} without a tokenizer.json: "
-            "give the folder of a fast tokenizer"
-        )
-    bos_id, eos_id = loaded.bos_token_id, loaded.eos_token_id
-    ordinary = [index for index, token in loaded.added_tokens_decoder.items() if not token.special]
-    # The largest id, not the number of ids: a vocabulary may have holes.
-    ids = backend.get_vocab(with_added_tokens=False).values()
-    largest = max([*ids, *ordinary, *(index for index in (bos_id, eos_id) if index is not None)])
-    return FastTokenizer(name, backend, largest + 1, bos_id, eos_id)
-
-
-def _unreachable_hub() -> str:
-    """Return the reason why the Hugging Face hub does not answer, or "". Its own client retries for a minute, aloud."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:  # its own client says so
-        return ""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)
-    except Exception as error:  # its HTTP library has errors of its own
-        return f"{constants.ENDPOINT} does not answer ({' '.join(str(error).split()) or type(error).__name__})"
-    return ""
-
-
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
     """Raise `UserError` where the model has no embedding for some of the tokenizer's ids."""
     if tokenizer.vocab_size > model_vocab_size:
@@ -242,8 +168,8 @@ class DocumentEncoder:
         for which, wanted, index in (("bos", add_bos, tokenizer.bos_id), ("eos", add_eos, tokenizer.eos_id)):
             if wanted and index is None:
                 raise UserError(
-                    f"data.add_{which}=True, but data.tokenizer={tokenizer.name!r} has no {which.upper()} token: "
-                    f"set data.add_{which}=False"
+                    f"data.add_{which}=True, but data.tokenizer={tokenizer.name!r} has no {which.upper()} token in "
+                    f"its tokenizer_config.json and tokenizer.json: set data.add_{which}=False"
                 )
         self._before: Sequence[Any] = [tokenizer.bos_id] * add_bos
         self._after: Sequence[Any] = [tokenizer.eos_id] * add_eos

@@ -99,7 +99,8 @@ def merge(flags: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix=".merged-", dir=_parent(flags.out)) as root:
         made = Path(root) / "model"
         made.mkdir()
-        lines = list(write_model_folder(made, merged.params, config, tokenizer, str(merged)))
+        workdir = flags.workdirs[0] if flags.workdirs else None
+        lines = list(write_model_folder(made, merged.params, config, tokenizer, str(merged), workdir))
         with contextlib.suppress(FileNotFoundError):
             flags.out.rmdir()  # it was empty
         made.rename(flags.out)

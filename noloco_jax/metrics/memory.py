@@ -1,5 +1,6 @@
 """Device memory of a run: estimated, from the compiler's memory analysis, and measured."""
 
+import math
 import warnings
 from typing import Any
 
@@ -39,6 +40,11 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
         at_once = replicas_at_once(config, programs.mesh)
         kept, logits = at_once * kept, at_once * logits
     return held, (kept // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
+
+
+def checkpoint_bytes(programs: Programs) -> int:
+    """Return the bytes of a checkpoint's arrays, of all replicas, before compression."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(programs.resting))
 
 
 def check_memory(config: TrainConfig, programs: Programs) -> None:

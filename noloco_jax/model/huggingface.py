@@ -20,9 +20,20 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
-from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, family_of, read_json, their_config
+from noloco_jax.model.huggingface_config import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    GIVEN_FILES,
+    config_from_folder,
+    ends_of,
+    family_of,
+    generation_config,
+    read_json,
+    their_config,
+)
 from noloco_jax.model.kind import BUILT_IN, Params, param_axes, param_shapes
 from noloco_jax.model.tokenizer_files import save_tokenizer
 
@@ -218,11 +229,12 @@ def save_folder(
     folder: str | os.PathLike[str],
     params: Params,
     config: ModelConfig,
-    tokenizer: str | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     max_position_embeddings: int,
     bos_id: int | None = None,
     eos_id: int | None = None,
+    given: Path | None = None,
 ) -> None:
     """Write what `transformers` loads as a causal model: config, weights and, where there is one, the tokenizer.
 
@@ -234,9 +246,10 @@ def save_folder(
       folder: where to; it must not exist yet, or be empty.
       params: the parameter dict, numpy or jax arrays.
       config: the model.
-      tokenizer: a tokenizer's folder, its name on the hub or "byte", for `transformers.AutoTokenizer`; None: none.
+      tokenizer: the tokenizer of training; None: unknown.
       max_position_embeddings: the longest sequence, in tokens, that the model is meant for.
       bos_id, eos_id: the ids that begin and end a text, for the configs.
+      given: the folder of the model that the training began as, whose generation_config.json is kept; None: none.
     """
     check_new_folder(folder)
     folder = Path(os.path.realpath(folder))
@@ -244,10 +257,11 @@ def save_folder(
     unfinished = folder / name if is_there else folder.with_name(name)
     unfinished.mkdir(parents=True)
     try:
-        ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+        before, generation = (_read_if_there(given, name) for name in GIVEN_FILES)
+        ids = {"bos_token_id": bos_id, "eos_token_id": None if eos_id is None else ends_of(before, eos_id)}
         _write_json(unfinished / CONFIG_FILE, their_config(config, max_position_embeddings) | ids)
-        _write_json(unfinished / "generation_config.json", {"_from_model_config": True} | ids)
-        if tokenizer is not None:  # ahead of the weights: it may not be there, and they are large
+        _write_json(unfinished / GENERATION_FILE, generation_config(generation, bos_id, eos_id))
+        if tokenizer is not None:
             save_tokenizer(tokenizer, unfinished, model_type=family_of(config), add_bos=bos_id is not None)
         _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
         if not is_there:
@@ -256,6 +270,10 @@ def save_folder(
             file.replace(folder / file.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _read_if_there(folder: Path | None, name: str) -> dict[str, Any]:
+    return read_json(folder / name) if folder is not None and (folder / name).is_file() else {}
 
 
 def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+GIVEN_FILES = (CONFIG_FILE, GENERATION_FILE)  # that an export reads of the model that a run began as
 
 # Ours -> theirs.
 _CONFIG_NAMES = {
@@ -113,21 +114,23 @@ def _family_of(path: Path, theirs: dict[str, Any]) -> Family:
             f"{path}: model_type={theirs.get('model_type')!r} cannot be imported: {', '.join(FAMILIES)} can"
         )
     for name, supported in {"hidden_act": "silu", **family.fixed}.items():
-        if theirs.get(name) is not None and theirs[name] != supported:  # null stands for the default
-            raise UserError(f"{path}: {name}={theirs[name]!r} is not {supported!r}: such a model cannot be imported")
+        given = "silu" if theirs.get(name) == "swish" else theirs.get(name)  # two names of one function
+        if given is not None and given != supported:  # null stands for the default
+            raise UserError(f"{path}: {name}={given!r} is not {supported!r}: such a model cannot be imported")
     return family
 
 
 def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
     """Return the window of all layers; raise `UserError` where only some have one, or `layer_types` contradicts it."""
     kind, num_layers, layers = theirs["model_type"], theirs["num_hidden_layers"], theirs.get("layer_types")
-    is_used = kind == "mistral" or (kind != "llama" and bool(theirs.get("use_sliding_window")))
+    window = theirs.get("sliding_window", 4096)
+    is_used = kind == "mistral" or (kind != "llama" and window is not None and bool(theirs.get("use_sliding_window")))
     if is_used and kind in ("qwen2", "qwen3"):
         given = theirs.get("max_window_layers")
         first = min(28 if given is None else given, num_layers)
         layers = layers or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
         is_used = "sliding_attention" in layers
-    window = theirs.get("sliding_window", 4096) if is_used else None
+    window = window if is_used else None
     expected = "full_attention" if window is None else "sliding_attention"
     if layers and {*layers} != {expected}:
         raise UserError(
@@ -157,6 +160,9 @@ def _rope_fields(path: Path, theirs: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{path}: rope_type={kind!r} is neither 'default' nor 'llama3': such a model cannot be imported"
         )
+    original = theirs.get("original_max_position_embeddings")
+    if original is not None:  # it comes before the entry in `rope`, as in transformers 5
+        rope = rope | {"original_max_position_embeddings": original}
     missing = [name for name in _ROPE_SCALING_FIELDS if name not in rope]
     if missing:
         raise UserError(f"{path}: rope_type='llama3' without {', '.join(missing)}: add what the model was trained with")
@@ -218,6 +224,26 @@ def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str,
         "initializer_range": 0.02,
         "pad_token_id": None,
     }
+
+
+def generation_config(given: Mapping[str, Any], bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """The entries of a generation_config.json: those of the model that the run began as, and the ids of training.
+
+    Args:
+      given: that model's entries; empty if there is none.
+      bos_id, eos_id: the ids that begin and end a document; None: documents had none.
+    """
+    begin = given.get("bos_token_id") if bos_id is None else bos_id
+    ids = {"bos_token_id": begin, "eos_token_id": ends_of(given, eos_id)}
+    return ({"_from_model_config": True} if not given else dict(given)) | ids
+
+
+def ends_of(given: Mapping[str, Any], eos_id: int | None) -> Any:
+    """The ids at which a text ends: those of the given entries, and that of training; a list only of several."""
+    ends = given.get("eos_token_id")
+    ends = [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
+    ends += [eos_id] if eos_id is not None and eos_id not in ends else []
+    return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def _their_window(kind: str, config: ModelConfig) -> dict[str, Any]:

@@ -3,20 +3,23 @@
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from noloco_jax.errors import UserError
-from noloco_jax.model.byte_tokenizer import begin_with_bos, save_byte_tokenizer
-from noloco_jax.model.huggingface_config import read_json
-
-if TYPE_CHECKING:
-    from noloco_jax.data import Tokenizer
+from noloco_jax.data import FastTokenizer, Tokenizer, makes_same_ids
+from noloco_jax.data.tokenizer_folder import of_transformers, text_of
+from noloco_jax.errors import described
+from noloco_jax.model.byte_tokenizer import BYTE_SETTINGS, begin_with_bos, byte_backend
 
 _CONFIG_FILE = "tokenizer_config.json"
+# The class that loads tokenizer.json as it is, by the name that every version of `transformers` knows.
+_OF_FILE = "PreTrainedTokenizerFast"
 # AutoTokenizer of transformers 5 loads these model types' tokenizers with this class, whatever `tokenizer_class` says.
 # The class takes the vocabulary alone from tokenizer.json: the normalizer and the pre-tokenizer are its own.
 _FORCED_CLASSES = {"qwen2": "Qwen2Tokenizer"}
+# Of a given tokenizer_config.json, beside the special tokens. Other entries make some version rebuild the tokenizer.
+_KEPT = ("chat_template", "model_max_length", "padding_side")
 
 _MODULE, _CLASS = "tokenization_from_file", "TokenizerFromFile"
 _CODE = f'''"""The tokenizer of this folder's tokenizer.json, for AutoTokenizer with trust_remote_code=True."""
@@ -29,86 +32,88 @@ class {_CLASS}(PreTrainedTokenizerFast):
 '''
 
 
-def save_tokenizer(name: str, folder: Path, *, model_type: str, add_bos: bool) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, model_type: str, add_bos: bool) -> None:
     """Write a tokenizer beside a model's config.json; warn if `transformers` makes other token ids from the files.
 
     Args:
-      name: a tokenizer's folder, its name on the hub or "byte", for `transformers.AutoTokenizer`.
+      tokenizer: the tokenizer of training.
       folder: where to; its config.json is there already, as AutoTokenizer reads it too.
       model_type: the model's, in `transformers`.
       add_bos: let it put BOS in front of a text, as the model's documents had it.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
-    from noloco_jax.data.tokenizers import ByteTokenizer, fast_tokenizer, local_tokenizer
+    import tokenizers
 
-    trained: Tokenizer
-    if name == ByteTokenizer.name:
-        trained = ByteTokenizer()
-        save_byte_tokenizer(folder, add_bos=add_bos)
+    if isinstance(tokenizer, FastTokenizer):
+        backend, settings = tokenizers.Tokenizer.from_str(tokenizer.to_json()), tokenizer.settings
     else:
-        from transformers import AutoTokenizer
-
-        with local_tokenizer(name) as given:
-            loaded = AutoTokenizer.from_pretrained(given, token=os.environ.get("HF_TOKEN"))
-        if add_bos and loaded.bos_token is not None:
-            begin_with_bos(loaded.backend_tokenizer, loaded.bos_token)
-        loaded.save_pretrained(folder)
-        trained = fast_tokenizer(name, loaded)
-    _name_as_before_5(folder)
-    if not _is_loaded_unchanged(folder, model_type) or not _is_read_back(trained, folder):
-        _load_file_unchanged(folder)
-        if not _is_read_back(trained, folder):
+        backend, settings = byte_backend(), BYTE_SETTINGS
+    if add_bos and tokenizer.bos_id is not None:
+        begin_with_bos(backend, tokenizer.bos_id)
+    backend.save(str(folder / "tokenizer.json"))
+    entries = _entries(backend, tokenizer, settings)
+    _write_config(folder, entries | {"tokenizer_class": _FORCED_CLASSES.get(model_type, _OF_FILE)})
+    if _class_of_other_ids(tokenizer, folder):
+        _load_file_unchanged(folder, entries)
+        if loaded_as := _class_of_other_ids(tokenizer, folder):
             warnings.warn(
-                f"AutoTokenizer makes other token ids from the exported tokenizer than data.tokenizer={name!r}, on "
-                f"which the model was trained: its tokenizer for model_type={model_type!r} is not the exported "
-                "tokenizer.json. Load that by PreTrainedTokenizerFast.from_pretrained, and give "
-                f"--tokenizer={name} to commands that take this folder as --model",
+                f"AutoTokenizer loads the exported tokenizer as {loaded_as}, which makes other token ids than "
+                f"data.tokenizer={tokenizer.name!r}, on which the model was trained: load it by "
+                f"{_OF_FILE}.from_pretrained instead",
                 stacklevel=3,
             )
 
 
-def _name_as_before_5(folder: Path) -> None:
-    """Rename what versions of `transformers` before 5 cannot load; version 5 reads both names.
+def _entries(backend: Any, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of tokenizer_config.json, in names that versions 4 and 5 of `transformers` read.
 
-    It saves a fast tokenizer under a class that they lack, and further special tokens as a list where they want a dict.
+    A special token that tokenizer.json lacks is left out, as `transformers` would give it an id beyond the vocabulary.
     """
-    saved = read_json(folder / _CONFIG_FILE)
-    if saved.get("tokenizer_class") == "TokenizersBackend":
-        saved["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(saved.get("extra_special_tokens"), list):
-        saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
-    _write_config(folder, saved)
+    kept = {name: settings[name] for name in _KEPT if settings.get(name) is not None}
+    special = {
+        name: text_of(token)
+        for name, token in settings.items()
+        if name.endswith("_token") and not name.startswith("add_")
+    }
+    special |= {
+        name: backend.id_to_token(index)
+        for name, index in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
+        if index is not None
+    }
+    kept |= {name: token for name, token in special.items() if token and backend.token_to_id(token) is not None}
+    # Version 5 calls the list extra_special_tokens, by which version 4 means a dict.
+    further = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
+    texts = [text for token in further if (text := text_of(token)) and backend.token_to_id(text) is not None]
+    pre_tokenizer = json.loads(backend.to_str())["pre_tokenizer"] or {}
+    if "add_prefix_space" in pre_tokenizer:  # version 4 takes its absence for False, and changes the tokenizer
+        kept["add_prefix_space"] = pre_tokenizer["add_prefix_space"]
+    inputs = ["input_ids", "attention_mask"]  # the class has token types too, which these models do not take
+    kept |= {"additional_special_tokens": texts} if texts else {}
+    return kept | {"clean_up_tokenization_spaces": False, "model_input_names": inputs}
 
 
-def _is_loaded_unchanged(folder: Path, model_type: str) -> bool:
-    """Return False where some version of `transformers` is known to load the saved tokenizer as another one.
-
-    An `auto_map` comes from the given tokenizer and names code that is not saved with it.
-    """
-    saved = read_json(folder / _CONFIG_FILE)
-    own_class = saved.get("tokenizer_class", "").removesuffix("Fast")
-    return "auto_map" not in saved and own_class == _FORCED_CLASSES.get(model_type, own_class)
-
-
-def _is_read_back(trained: "Tokenizer", folder: Path) -> bool:
-    from noloco_jax.data.tokenizers import load_tokenizer, makes_same_ids
+def _class_of_other_ids(trained: Tokenizer, folder: Path) -> str:
+    """Return the class that AutoTokenizer loads, "" where that makes the ids of training, BOS and EOS included."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
+    from transformers import AutoTokenizer
 
     try:
-        return makes_same_ids(trained, load_tokenizer(str(folder)))
-    except UserError:  # not loaded at all, which needs the same advice
-        return False
+        theirs = AutoTokenizer.from_pretrained(folder)
+        loaded = of_transformers(str(folder), theirs)
+    except Exception as error:  # of any kind; it needs the same advice
+        return f"nothing ({described(error)[:100]})"
+    ends_are_same = (loaded.bos_id, loaded.eos_id) == (trained.bos_id, trained.eos_id)
+    return "" if ends_are_same and makes_same_ids(trained, loaded) else type(theirs).__name__
 
 
-def _load_file_unchanged(folder: Path) -> None:
+def _load_file_unchanged(folder: Path, entries: dict[str, Any]) -> None:
     """Let AutoTokenizer load tokenizer.json as it is, whatever the model's type.
 
     An entry in `auto_map` is a tokenizer of one's own to AutoTokenizer, which then leaves the class of the model's type
     aside. It runs the code that the entry names with trust_remote_code=True, and follows `tokenizer_class` without.
-    `PreTrainedTokenizerFast` is known to all versions.
     """
     # The first place is for use_fast=False, in versions before 5.
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": [f"{_MODULE}.{_CLASS}"] * 2}}
-    _write_config(folder, read_json(folder / _CONFIG_FILE) | own)
+    own = {"tokenizer_class": _OF_FILE, "auto_map": {"AutoTokenizer": [f"{_MODULE}.{_CLASS}"] * 2}}
+    _write_config(folder, entries | own)
     (folder / f"{_MODULE}.py").write_text(_CODE, encoding="utf-8")
 
 

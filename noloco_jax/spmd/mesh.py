@@ -4,7 +4,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from noloco_jax.config import MeshConfig, TrainConfig
-from noloco_jax.errors import UserError
+from noloco_jax.errors import Mistakes, UserError
 from noloco_jax.methods import METHODS, has_delay
 from noloco_jax.spmd.sharding import check_fragments
 
@@ -44,19 +44,25 @@ def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
 
 
 def _check(config: TrainConfig, shape: dict[str, int]) -> None:
-    model, data = config.model, config.data
+    model, data, mistakes = config.model, config.data, Mistakes()
     axes = {"hidden_size": "fsdp", "num_heads": "tensor", "num_kv_heads": "tensor", "intermediate_size": "tensor"}
     for name, axis in axes.items() if model.is_built_in else ():
         if (size := getattr(model, name)) % shape[axis]:
-            raise UserError(f"model.{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
+            mistakes.note(
+                UserError(f"model.{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
+            )
     if METHODS[config.method].has_outer_steps:
-        check_fragments(model, config.outer.fragments, shape)
+        with mistakes.noted():
+            check_fragments(model, config.outer.fragments, shape)
     microbatch = data.batch_size // config.num_microbatches
     if microbatch % shape["fsdp"]:
-        raise UserError(
-            f"micro-batches of {microbatch} sequences (data.batch_size={data.batch_size} over "
-            f"num_microbatches={config.num_microbatches}) are not a multiple of mesh.fsdp={shape['fsdp']}: change one"
+        mistakes.note(
+            UserError(
+                f"micro-batches of {microbatch} sequences (data.batch_size={data.batch_size} over num_microbatches="
+                f"{config.num_microbatches}) are not a multiple of mesh.fsdp={shape['fsdp']}: change one"
+            )
         )
+    mistakes.raise_all()
 
 
 def make_mesh(config: TrainConfig, devices: list) -> Mesh:

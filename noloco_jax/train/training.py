@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,13 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
-from noloco_jax.files import check_writable, full_disk_told
+from noloco_jax.errors import TransientError
+from noloco_jax.files import check_writable, full_disk_told, without_room
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
 from noloco_jax.metrics.evaluate import Validation
-from noloco_jax.metrics.memory import check_memory, compiled_peak, program_memory
+from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_peak, program_memory
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
 from noloco_jax.model.kind import Params
@@ -110,6 +112,7 @@ def train(
             if saved.step >= config.num_steps and not dry_run:
                 console.print(completion(saved))
                 return 0
+        _check_room(setup, only_warn=dry_run)
         validation, streams = _open_data(setup, saved, print_digests=dry_run)
         given = given_weights(config, setup.tokenizer) if saved is None else None
         if dry_run:
@@ -121,7 +124,7 @@ def train(
         programs, sync, state = started
         del given, started  # their memory
         if jax.process_index() == 0:
-            write_start(run_config, workdir)
+            write_start(run_config, workdir, is_new=saved is None)
         start, totals = (0, Totals()) if saved is None else (saved.step, saved.totals)
         with (
             _open_metrics(workdir, saved and start, wandb_project, setup.mode, to_dict(config)) as metrics,
@@ -185,6 +188,15 @@ def _check(
     messages = mode.prepare(config, programs)
     check_memory(config, programs)
     return _Setup(run_config, config, workdir, processes, mode, console, data, tokenizer, programs, messages)
+
+
+def _check_room(setup: _Setup, *, only_warn: bool) -> None:
+    """Raise `TransientError` where a checkpoint does not fit on the disk; a dry run may be for another machine."""
+    message = without_room(setup.workdir, checkpoint_bytes(setup.programs))
+    if message and not only_warn:
+        raise TransientError(message)
+    if message and jax.process_index() == 0:
+        warnings.warn(message, stacklevel=2)
 
 
 def _open_data(setup: _Setup, saved: Saved | None, *, print_digests: bool) -> tuple[Validation, ReplicaStreams]:

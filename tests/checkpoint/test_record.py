@@ -109,7 +109,7 @@ def test_a_changed_added_or_removed_package_is_reported(monkeypatch):
 
 def test_a_start_saves_its_config(tmp_path):
     for config in (CONFIG, OTHER):
-        write_start(config, tmp_path)
+        write_start(config, tmp_path, is_new=True)
         assert load_saved(tmp_path) == config
 
 

@@ -98,6 +98,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
             ({"outr": {"lr": 1.0}}, ["unknown config field 'outr': did you mean 'outer'"]),
             ({"lr": 3}, ["unknown config field 'lr'", "did you mean 'inner.lr' or 'outer.lr'"]),
             ({"model": {"rope_scaling": {"factr": 3}}}, ["did you mean 'model.rope_scaling.factor'"]),
+            ({"data": {"seq_len": 3}}, ["unknown config field 'data.seq_len': did you mean 'data.sequence_length'?"]),
             ({"mesh": {"qqqq": 3}}, ["unknown config field 'mesh.qqqq'", siblings]),
         ]
     )
@@ -171,7 +172,6 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ),
             ({"model": {"kind": "moe", "hidden_size": 30, "num_heads": 4}}, ["not a multiple of model.num_heads=4"]),
             (nested("model.rope_scaling.low_freq_factor", 4.0), ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
-            ({"num_steps": 10, "inner": {"warmup_steps": 11}}, ["num_steps=10", "--config.inner.warmup_steps=1"]),
             ({"inner": {"lr": 1e-4, "min_lr": 2e-4}}, ["inner.min_lr=0.0002", "inner.lr=0.0001"]),
             ({"inner": {"weight_decay": 0.1}}, ["inner.weight_decay=0.1", "inner.optimizer='adam'", "optimizer=adamw"]),
             ({"inner": {"optimizer": "adamw", "adam_lr": 1e-3}}, ["inner.adam_lr=0.001", "inner.optimizer='adamw'"]),
@@ -210,6 +210,38 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ),
         ]
     )
+
+
+def test_all_mistakes_of_a_configuration_are_told_at_once():
+    for values, expected in [
+        (
+            {"num_stepz": 3, "seed": -1, "inner": {"lr": "fast", "b9": 1}, "mesh": 3, "data": {"mixture": {"a": {}}}},
+            ["num_stepz", "seed=-1", "inner.lr='fast'", "inner.b9", "mesh: ", "mixture.a.kind", "mixture.a.weight"],
+        ),
+        (
+            {
+                "num_replicas": 1,
+                "num_microbatches": 3,
+                "inner": {"min_lr": 1.0},
+                "data": {"kind": "mixture"},
+                "mesh": {"stage": 3},
+                "model": {"num_heads": 3, "num_kv_heads": 3},
+            },
+            ["num_heads=3", "names no source", "min_lr=1.0", "batch_size=8", "averages pairs", "stage=3", "routing"],
+        ),
+    ]:
+        with pytest.raises(UserError) as raised:
+            from_dict(values)
+        found = [*raised.value.args]
+        assert all(any(part in message for message in found) for part in expected), found
+        assert len(found) == len(expected), found
+        assert ". Also: ".join(found) == str(raised.value)
+
+
+def test_a_warmup_longer_than_the_run_is_shortened_to_a_tenth_with_a_line():
+    with pytest.warns(UserWarning, match=r"inner\.warmup_steps=50 is more than num_steps=20: shortened to 2, a tenth"):
+        assert from_dict({"num_steps": 20, "inner": {"warmup_steps": 50}}).inner.warmup_steps == 2
+    assert from_dict({"num_steps": 20, "inner": {"warmup_steps": 20}}).inner.warmup_steps == 20
 
 
 def test_every_field_refuses_values_outside_its_choices_or_range_by_name():

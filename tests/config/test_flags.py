@@ -128,11 +128,28 @@ def test_a_wrong_argument_is_refused_by_name(file):
         "--work=x": "unknown argument '--work=x'",
         "--num_steps=100": "unknown argument '--num_steps=100': did you mean '--config.num_steps=100'?",
         "--outer.sync_every=3": "did you mean '--config.outer.sync_every=3'?",
+        "--steps=20": "unknown argument '--steps=20': did you mean '--config.num_steps=20'?",
+        "--seq_len=64": "did you mean '--config.data.sequence_length=64'?",
+        "--lr=0.1": "did you mean '--config.inner.lr=0.1' or '--config.outer.lr=0.1'?",
         "--config.outer.wire=int3": "give one of float32, bfloat16, int8",
         "stray": "unknown argument 'stray'",
         "--workdir": "--workdir",
     }.items():
         assert named in refusal("--config", file, argument), argument
+
+
+def test_all_mistakes_of_a_command_line_are_told_at_once(file):
+    """A field that is refused keeps the file's value, and the other checks go on."""
+    unknown = ["--config.num_stepz", "20", "--config.outer.sync_evry=3"]
+    refused = ["--config.inner.lr=fast", "--config.inner.min_lr=1", "--config.num_microbatches=3", "--steps=3"]
+    with pytest.raises(UserError) as raised:
+        parse_args(["--config", file, *unknown, *refused[:-1]], "A tool.")
+    found = [*raised.value.args]
+    parts = ["num_stepz", "sync_evry", "inner.lr=fast", "inner.min_lr=1.0 is above inner.lr=0.001", "batch_size=8"]
+    assert [part in message for part, message in zip(parts, found, strict=True)] == [True] * 5, found
+    with pytest.raises(UserError) as raised:
+        parse_args(["--config", file, *unknown, *refused], "A tool.")
+    assert ["num_stepz" in raised.value.args[0], "--steps=3" in raised.value.args[2]] == [True, True]
 
 
 def test_a_config_file_that_fails_is_named(tmp_path):

@@ -9,9 +9,8 @@ import pytest
 
 from noloco_jax.data import check_vocabulary, load_tokenizer
 from noloco_jax.data.tokenizers import DocumentEncoder
-from noloco_jax.errors import TransientError, UserError
+from noloco_jax.errors import UserError
 from support.paths import SHARED
-from support.ports import free_port
 
 TEXTS = ["Plain words, and some more.", "  déjà vu — 漢字 🙂\n\n\tx", "a", "The end\n"]
 
@@ -99,7 +98,7 @@ def test_documents_are_encoded_with_the_configured_special_tokens():
 def test_a_special_token_that_the_tokenizer_lacks_is_refused(tmp_path):
     tokenizer = load_tokenizer(word_tokenizer(tmp_path, special={"bos_token": "<s>"}, added=[]))
     DocumentEncoder(tokenizer, add_bos=True, add_eos=False, vocab_size=None)
-    with pytest.raises(UserError, match=r"has no EOS token: set data\.add_eos=False"):
+    with pytest.raises(UserError, match=r"has no EOS token in .*: set data\.add_eos=False"):
         DocumentEncoder(tokenizer, add_bos=True, add_eos=True, vocab_size=None)
 
 
@@ -119,54 +118,6 @@ def test_the_size_of_a_vocabulary_with_holes_is_that_of_its_largest_id(tmp_path)
     assert tokenizer.encode("b").tolist() == [5356]
     with pytest.raises(UserError, match=r"model\.vocab_size=4096 .* 5357 ids"):
         check_vocabulary(tokenizer, 4096)
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nothing-of-this-name"])
-def test_a_missing_tokenizer_folder_is_refused(name):
-    with pytest.raises(UserError, match=r"there is no such folder; .*tokenizer.json"):
-        load_tokenizer(name)
-
-
-def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match=r"cannot be loaded .*local folder") as caught:
-        load_tokenizer(str(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
-def test_an_unknown_name_is_an_error_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"'nobody/nothing' cannot be loaded .*set HF_TOKEN") as caught:
-        load_tokenizer("nobody/nothing")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.fixture
-def no_hub(monkeypatch):
-    """Point the Hub client at a port where nothing listens."""
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
-def test_an_unreachable_hub_is_not_asked_again_and_ends_in_one_line(no_hub, capfd):
-    with pytest.raises(TransientError, match=r"'nobody/nothing' was not fetched before and http.* answer") as caught:
-        load_tokenizer("nobody/nothing")
-    assert "\n" not in str(caught.value)
-    assert capfd.readouterr() == ("", "")  # the hub's own client retries for a minute, aloud
-
-
-def test_an_unreachable_hub_falls_back_to_the_local_cache(no_hub, monkeypatch):
-    asked = {}
-
-    def from_pretrained(name, **options):
-        asked.update(options)
-        raise LookupError("enough")
-
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
-    with pytest.raises(TransientError):
-        load_tokenizer("somebody/something")
-    assert asked["local_files_only"]
 
 
 def test_a_fingerprint_depends_on_the_tokens_but_not_on_the_name(tmp_path):

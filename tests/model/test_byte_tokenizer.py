@@ -7,13 +7,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from noloco_jax.data import ByteTokenizer, load_tokenizer
-from noloco_jax.model.byte_tokenizer import begin_with_bos, save_byte_tokenizer
+from noloco_jax.model.byte_tokenizer import begin_with_bos
+from noloco_jax.model.tokenizer_files import save_tokenizer
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_byte_tokenizer(folder)
+    save_tokenizer(ByteTokenizer(), folder, model_type="llama", add_bos=False)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -50,7 +51,7 @@ def test_special_tokens_have_the_ids_of_training(loaded):
 
 
 def test_a_text_begins_with_bos_where_documents_did_in_training(tmp_path):
-    save_byte_tokenizer(tmp_path, add_bos=True)
+    save_tokenizer(ByteTokenizer(), tmp_path, model_type="llama", add_bos=True)
     assert AutoTokenizer.from_pretrained(tmp_path)("hi")["input_ids"] == [256, 104, 105]
     assert load_tokenizer(str(tmp_path)).encode("hi").tolist() == [
         104,
@@ -66,6 +67,6 @@ def test_bos_is_put_in_front_once_whatever_a_tokenizer_does_by_itself(own):
     if own is not None:
         tokenizer.post_processor = own
     for _ in range(2):
-        begin_with_bos(tokenizer, "<s>")
+        begin_with_bos(tokenizer, 2)
         assert tokenizer.encode("b a").ids == [2, 1, 0]
         assert tokenizer.encode("b a", add_special_tokens=False).ids == [1, 0]

@@ -169,6 +169,30 @@ def test_an_entry_of_null_has_transformers_default(tmp_path):
     assert config_from_folder(tmp_path) == config_from_folder(FAMILIES / "qwen3_moe")
 
 
+@pytest.mark.parametrize(
+    ("name", "entries", "without"),
+    [
+        ("llama3_1", {"original_max_position_embeddings": 5}, ""),
+        ("llama3_1", {"original_max_position_embeddings": 5}, "original_max_position_embeddings"),
+        ("qwen2_window", {"sliding_window": None, "layer_types": None}, ""),
+        ("qwen3", {"hidden_act": "swish"}, ""),
+    ],
+)
+def test_entries_are_read_as_transformers_reads_them(name, entries, without, tmp_path):
+    theirs = json.loads((FAMILIES / name / "config.json").read_text())
+    theirs["rope_parameters"].pop(without, None)
+    (tmp_path / "config.json").write_text(json.dumps(theirs | entries))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers' own imports
+        from transformers import AutoConfig
+    expected: Any = AutoConfig.from_pretrained(tmp_path)
+    expected.standardize_rope_params()  # as its model does, with another result than at loading
+    read = config_from_folder(tmp_path)
+    assert read["sliding_window"] == getattr(expected, "sliding_window", None)
+    original = expected.rope_parameters.get("original_max_position_embeddings")
+    assert (read["rope_scaling"] or {}).get("original_max_position_embeddings") == original
+
+
 def test_a_llama_whose_heads_do_not_divide_its_width_is_exported_as_a_mistral_that_transformers_loads(tmp_path):
     """LlamaConfig of transformers 5 refuses it; a Mistral without a window computes the same."""
     config = dataclasses.replace(model_of("llama3"), hidden_size=30, num_heads=4, num_kv_heads=2, head_dim=8)

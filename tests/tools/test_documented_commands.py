@@ -154,6 +154,7 @@ def reader(folder) -> Reader:
 
 
 @pytest.mark.filterwarnings("ignore:the run is estimated at")  # of a dry run for larger machines
+@pytest.mark.filterwarnings("ignore:.* a checkpoint takes about")
 @pytest.mark.parametrize("position", range(len(COMMANDS)), ids=[f"{one.page}-{one.tool}" for one in COMMANDS])
 def test_a_documented_command_runs(reader, position):
     status, output = reader.result_of(position)

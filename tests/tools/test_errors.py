@@ -50,9 +50,10 @@ def test_only_errors_that_may_pass_have_the_status_of_a_retry(error, status):
             r"error: out of memory \(RESOURCE_EXHAUSTED: .*raise --config.num_microbatches[^\n]*\n$",
         ),
         (KeyError("cause"), r"(?s)Traceback .*KeyError: 'cause'"),
+        (UserError("a is wrong", "b is too"), "error: a is wrong\nerror: b is too\n$"),
     ],
 )
-def test_lack_of_memory_is_one_line_and_a_fault_of_the_code_keeps_its_traceback(error, said, capsys):
+def test_a_mistake_or_lack_of_memory_is_one_line_and_a_fault_of_the_code_keeps_its_traceback(error, said, capsys):
     ended(error)
     assert re.match(said, capsys.readouterr().err)
 

@@ -28,9 +28,9 @@ from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.export import command as export
 from noloco_jax.generate import command as generate
-from noloco_jax.model.byte_tokenizer import save_byte_tokenizer
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from noloco_jax.model.huggingface_config import max_positions
+from noloco_jax.model.tokenizer_files import save_tokenizer
 from support.model_makers import make_run, random_params
 from support.paths import SHARED
 
@@ -194,11 +194,11 @@ def test_a_runs_tokenizer_is_found_from_another_folder_and_named_where_it_is_gon
     """Its path was relative; the first run has a copy of it, the second is from before its first save of one."""
     config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, tokenizer="tokenizer"))
     (tmp_path / "here/tokenizer").mkdir(parents=True)
-    save_byte_tokenizer(tmp_path / "here/tokenizer", add_bos=False)
+    save_tokenizer(ByteTokenizer(), tmp_path / "here/tokenizer", model_type="llama", add_bos=False)
     monkeypatch.chdir(tmp_path / "here")
     for name in ("copied", "bare"):
         make_run(tmp_path / name, config)
-    write_start(config, tmp_path / "copied")
+    write_start(config, tmp_path / "copied", is_new=True)
     monkeypatch.chdir(tmp_path)
     export.main([f"--workdir={tmp_path / 'copied'}", f"--out={tmp_path / 'a'}"])
     export.main([f"--workdir={tmp_path / 'bare'}", f"--out={tmp_path / 'b'}", "--tokenizer=here/tokenizer"])
@@ -285,12 +285,25 @@ def test_an_export_without_a_destination_is_refused(run):
         export.main([f"--workdir={run[0]}"])
 
 
-def test_a_model_that_began_as_another_keeps_its_longest_sequence(tmp_path):
-    """Training on shorter sequences takes no positions away; where that folder is gone, a line says so."""
+def test_a_model_that_began_as_another_keeps_its_length_and_generation_config_though_that_one_is_gone(tmp_path):
+    """Training on shorter sequences takes no positions away."""
+    params, given = random_params(CONFIG.model), tmp_path / "given"
+    save_folder(given, params, CONFIG.model, max_position_embeddings=4096)
+    kept = {"temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (given / "generation_config.json").write_text(json.dumps(kept | {"bos_token_id": 1, "eos_token_id": [2, 3, 5]}))
+    config = dataclasses.replace(CONFIG, init_from=str(given))
+    write_start(config, tmp_path / "run", is_new=True)
+    shutil.rmtree(given)
+    write_start(config, tmp_path / "run", is_new=False)  # a resume
+    lines = write_model_folder(tmp_path / "m", params, config, ByteTokenizer(), "replica 0", tmp_path / "run")
+    assert max_positions(tmp_path / "m") == 4096
+    ids = {"bos_token_id": 256, "eos_token_id": [2, 3, 5, 257]}
+    assert json.loads((tmp_path / "m/generation_config.json").read_text()) == kept | ids
+    assert len([*lines]) == 1
+
+
+def test_an_export_says_where_the_model_that_a_run_began_as_is_gone(tmp_path):
+    config = dataclasses.replace(CONFIG, init_from=str(tmp_path / "gone"))
     params = random_params(CONFIG.model)
-    save_folder(tmp_path / "given", params, CONFIG.model, max_position_embeddings=4096)
-    for given, expected, num_notes in (("given", 4096, 0), ("gone", 128, 1)):
-        config = dataclasses.replace(CONFIG, init_from=str(tmp_path / given))
-        _, *notes = write_model_folder(tmp_path / f"of {given}", params, config, ByteTokenizer(), "replica 0")
-        assert max_positions(tmp_path / f"of {given}") == expected
-        assert sum("max_position_embeddings is 128" in note for note in notes) == num_notes
+    _, note = write_model_folder(tmp_path / "m", params, config, ByteTokenizer(), "replica 0", None)
+    assert "max_position_embeddings is 128" in note and max_positions(tmp_path / "m") == 128

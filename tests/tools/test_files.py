@@ -2,12 +2,21 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.files import check_name, check_writable, folder_of_flag, full_disk_told, is_full_disk, write_whole
+from noloco_jax.files import (
+    check_name,
+    check_writable,
+    folder_of_flag,
+    full_disk_told,
+    is_full_disk,
+    without_room,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize(("content", "written"), [("é\n", b"\xc3\xa9\n"), (b"\x00\r\n", b"\x00\r\n")])
@@ -101,9 +110,29 @@ def test_a_folder_with_a_file_in_the_way_is_refused(tmp_path, name):
 
 
 def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root has every permission
-    with pytest.raises(UserError, match=f"{tmp_path} is not yours to write"):
+    def refuse(path, mode=0):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "mkdir", refuse)  # root has every permission
+    with pytest.raises(UserError, match=rf"{tmp_path} takes no new folder \(Permission denied\)"):
         check_writable(tmp_path / "run")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_folder_in_which_none_can_be_made_is_refused_whatever_its_permissions_say():
+    for folder in ("/proc/x", "/proc/self/x/y"):
+        with pytest.raises(UserError, match=f"{folder} cannot be written: /proc.* takes no new folder"):
+            check_writable(Path(folder))
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_with_both_sizes(tmp_path, monkeypatch):
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40 - 2**20, 2**20))
+    assert without_room(tmp_path / "run", 2**20) == ""
+    told = without_room(tmp_path / "run", 3 * 2**20)
+    assert told.startswith(f"{tmp_path / 'run'}: a checkpoint takes about 3 MiB, and 1 MiB are free: make room")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
+    assert without_room(tmp_path / "run", 2**50) == ""
 
 
 @pytest.mark.parametrize("name", ["lr=[1e-3]/run", "back\\slash", "a]"])

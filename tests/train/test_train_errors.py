@@ -180,7 +180,7 @@ def test_a_run_that_has_ended_or_goes_on_is_not_refused():
 def test_weights_that_lie_beside_another_tokenizer_are_refused(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     config = from_dict({"model": sizes, "init_from": str(tmp_path / "model")})
-    save_folder(config.init_from, random_params(config.model), config.model, "byte", max_position_embeddings=8)
+    save_folder(config.init_from, random_params(config.model), config.model, ByteTokenizer(), max_position_embeddings=8)
     given_weights(config, ByteTokenizer())
     path = tmp_path / "model" / "tokenizer.json"
     words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}
@@ -197,6 +197,17 @@ def test_weights_that_are_not_finite_are_refused_at_the_start_naming_the_array(t
     with pytest.raises(UserError, match=r"has values in \['embed'\] that are not finite") as refused:
         given_weights(config, None)
     assert "lr" not in str(refused.value)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_compiled_but_not_once_a_run_is_over(
+    config, trained, tmp_path, monkeypatch, no_compiling
+):
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40 - 2**10, 2**10))
+    assert "KiB are free: make room" in refusal(config, trained, "--config.num_steps=24")
+    with pytest.warns(UserWarning, match="KiB are free: make room"):
+        assert train_here(config, trained, "--config.num_steps=24", dry_run=True) == 0
+    assert train_here(config, trained, "--config.num_steps=8") == 0
 
 
 def test_a_dry_run_refuses_a_checkpoint_with_missing_arrays(config, trained, tmp_path):
