@@ -60,8 +60,7 @@ def move_by_sums(x: jax.Array, destinations: Sequence[int], device_axes: tuple[s
     is_swapped = np.array(partners) != np.arange(number)
     if not is_swapped.any():
         return _move(x, destinations, device_axes)
-    # Bytes, not 16-bit words: XLA's CPU compiler would widen the sum of those to 32 bits.
-    words = lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint8)
+    words = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     groups = [sorted({i, partner}) for i, partner in enumerate(partners) if i <= partner]
     theirs = lax.bitcast_convert_type(lax.psum(words, device_axes, axis_index_groups=groups) - words, x.dtype)
     if is_swapped.all():
