@@ -76,7 +76,7 @@ class View:
             peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
         if timing.round_seconds or timing.ago:
             peer.round = max(peer.round, timing.round)
-        self.pace.meet(name, timing, self._now())
+        self.pace.meet(name, timing, self._now() - peer.delay)
         if address is None:
             return
         with contextlib.suppress(UserError):  # a text that is no address
