@@ -9,9 +9,9 @@
                                     <-    Commit(factor)     committed: each side applies the smaller factor
 
 Whatever breaks before `Received` has changed nothing: the offering side dials again. Hello and Accept say how much of
-the partner's message has come in earlier calls, and the rest follows. What breaks after `Received` is dialled again with
-the same round and incarnation, and answered by `Done` if the answering side has committed. A side that has sent all
-sends `NotYet` while it receives, as its partner may have minutes of data in buffers.
+the partner's message has come in earlier calls, and the rest follows. What breaks after `Received` is dialled again
+with the same round and incarnation, and answered by `Done` if the answering side has committed. A side that has sent
+all sends `NotYet` while it receives, as its partner may have minutes of data in buffers.
 """
 
 import asyncio
@@ -76,9 +76,16 @@ class Attempt:
         self.read: Read | None = None
         self.incarnation = self.num_calls = 0
         self.flowed = -math.inf
-        self._parts: list[bytes] = []  # of the own message, as they were encoded for this partner
+        self._num_sent = 0  # bytes of the own message
+        self._parts: list[bytes] = []  # of it, as they were encoded for this partner
         self._theirs: list[bytes] = []  # whole parts of the partner's
         self._pieces: list[bytes] = []  # of the next one
+
+    @property
+    def backlog(self) -> float:
+        """Share of the messages that is still to flow; 0 while no call is under way."""
+        size = sum(self._codec.sizes)
+        return 1 - min(self.num_held, self._num_sent) / size if self.num_calls else 0.0
 
     @property
     def num_held(self) -> int:
@@ -93,7 +100,7 @@ class Attempt:
 
     def forget(self) -> None:
         """Begin anew: all of the partner's message is missing."""
-        self.incarnation, self.read = 0, None
+        self.incarnation, self.read, self._num_sent = 0, None, 0
         self._parts, self._theirs, self._pieces = [], [], []
 
     async def swap(self, stream: Stream, num_sent: int) -> None:
@@ -101,7 +108,7 @@ class Attempt:
 
         Each part may depend on the partner's earlier ones.
         """
-        self.num_calls += 1
+        self.num_calls, self._num_sent = self.num_calls + 1, num_sent
         try:
             for number, size in enumerate(self._codec.sizes):
                 if number == len(self._parts):
@@ -114,7 +121,7 @@ class Attempt:
 
     async def _swap_part(self, stream: Stream, number: int, size: int, num_sent: int) -> None:
         is_whole = asyncio.Event()
-        sending = asyncio.ensure_future(_send_pieces(stream, self._parts[number], num_sent, is_whole))
+        sending = asyncio.ensure_future(self._send_part(stream, self._parts[number], num_sent, is_whole))
         try:
             if number == len(self._theirs):
                 await _receive_pieces(stream, self._pieces, size)
@@ -125,6 +132,19 @@ class Attempt:
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+
+    async def _send_part(self, stream: Stream, data: bytes, num_sent: int, is_done: asyncio.Event) -> None:
+        """Send a part, but for its first bytes, and then signs of life until the partner's has come."""
+        view = memoryview(data)
+        for start in range(num_sent, len(data), PIECE_BYTES):
+            piece = bytes(view[start : start + PIECE_BYTES])
+            await send(stream, pb.Frame(piece=pb.Piece(data=piece)))
+            self._num_sent += len(piece)
+        while not is_done.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_done.wait(), NOT_YET_SECONDS)
+                return
+            await send(stream, pb.Frame(not_yet=pb.NotYet()))
 
     async def judge(self, tokens: int) -> float:
         """Decode the partner's message and return its factor; raise `Unfit` for no message at all."""
@@ -242,18 +262,6 @@ def check_tokens(tokens: int) -> None:
     """Raise `Unfit` for a weight that no round has."""
     if not 0 < tokens <= MAX_TOKENS:
         raise Unfit(f"a round of {tokens} tokens")
-
-
-async def _send_pieces(stream: Stream, data: bytes, start: int, is_done: asyncio.Event) -> None:
-    """Send a part from a byte on, and then signs of life until the partner's has come."""
-    view = memoryview(data)
-    for start in range(start, len(data), PIECE_BYTES):
-        await send(stream, pb.Frame(piece=pb.Piece(data=bytes(view[start : start + PIECE_BYTES]))))
-    while not is_done.is_set():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(is_done.wait(), NOT_YET_SECONDS)
-            return
-        await send(stream, pb.Frame(not_yet=pb.NotYet()))
 
 
 async def _receive_pieces(stream: Stream, pieces: list[bytes], size: int) -> None:

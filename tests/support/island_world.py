@@ -231,7 +231,8 @@ class Sim:
         message, norm = self.tamper(honest), float(np.linalg.norm(honest))
         self.momentum = 0.5 * self.momentum + 0.7 * delta
         self.slow = self.slow + self.momentum
-        self.node.round_ended(self.node.round + 1, self.step, message, norm, 100)
+        lacking = [item[0] for item in self.inbox if not isinstance(item, CaughtUp)]
+        self.node.round_ended(self.node.round + 1, self.step, message, norm, 100, lacking)
 
     async def stop(self, after: float, seconds: float) -> None:
         """Stop the training for a while, after so many seconds."""
