@@ -121,17 +121,22 @@ class Attempt:
 
     async def _swap_part(self, stream: Stream, number: int, size: int, num_sent: int) -> None:
         is_whole = asyncio.Event()
-        sending = asyncio.ensure_future(self._send_part(stream, self._parts[number], num_sent, is_whole))
-        try:
+
+        async def receive() -> None:
             if number == len(self._theirs):
                 await _receive_pieces(stream, self._pieces, size)
                 self._theirs.append(b"".join(self._pieces))
                 self._pieces.clear()
             is_whole.set()
-            await sending
+
+        sending = self._send_part(stream, self._parts[number], num_sent, is_whole)
+        both = [asyncio.ensure_future(one) for one in (sending, receive())]
+        try:
+            await asyncio.gather(*both)
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            for one in both:
+                one.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
 
     async def _send_part(self, stream: Stream, data: bytes, num_sent: int, is_done: asyncio.Event) -> None:
         """Send a part, but for its first bytes, and then signs of life until the partner's has come."""

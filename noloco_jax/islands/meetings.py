@@ -36,7 +36,7 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is diall
 BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
 LATELY = 64  # rounds in which an island meets those that count when others are left out
 HELD_AHEAD = 64  # rounds that a dialler may be ahead for its call to be held
-BACKLOG = 0.8  # messages still to flow with which a link stays busy for most of a round
+BACKLOG = 1.0  # messages still to flow with which a link stays busy for a round
 LATEST = 8  # patiences after which an exchange that still flows is given up
 TRAINING = pb.Status.TRAINING
 

@@ -210,7 +210,7 @@ class Listener:
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
             ("grpc.max_concurrent_streams", 2 * CALLS_OF_ONE),
             ("grpc.max_allowed_incoming_connections", max(files // 2, 32)),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 500 * PING_SECONDS),
+            ("grpc.http2.min_ping_interval_without_data_ms", 500 * PING_SECONDS),
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=CALLS_OF_ALL)
         handlers = {

@@ -206,6 +206,18 @@ async def test_a_connection_that_a_nat_forgot_is_left_for_a_new_one(keys, monkey
                     assert (await retried(lambda: one.greet("paris", pb.Greeting(), 1.0))).round == 7
 
 
+async def test_pings_of_an_idle_connection_are_welcome(keys, monkeypatch):
+    """A listener of gRPC ends a connection with the third ping in five minutes, unless it is told otherwise."""
+    monkeypatch.setattr(transport, "PING_SECONDS", 1)
+    async with served(keys["paris"]) as (_, port):
+        with Proxy(port) as proxy:
+            async with dialler("berlin", keys["berlin"], proxy.port) as one:
+                await one.greet("paris", pb.Greeting(), 60.0)
+                await asyncio.sleep(5.5)
+                await one.greet("paris", pb.Greeting(), 60.0)
+        assert proxy.num_connections == 1
+
+
 async def test_a_greeting_does_not_wait_behind_an_upload(keys):
     """At 1 Mbit/s, 2 MB that an exchange has buffered take 16 s."""
     link = Link(125e3)

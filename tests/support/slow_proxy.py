@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 READ_BYTES, BUFFER_BYTES = 8 << 10, 32 << 10
+BURST_SECONDS = 0.05  # by which a late wake-up may be made up for
 
 
 class Link:
@@ -18,11 +19,11 @@ class Link:
     def __init__(self, rate: float):
         self.rate, self.num_bytes, self._free = rate, 0, 0.0
 
-    async def carry(self, num_bytes: int) -> None:
-        now = asyncio.get_running_loop().time()
-        self._free = max(self._free, now) + num_bytes / self.rate
+    def carry(self, num_bytes: int, now: float) -> float:
+        """Return when these bytes have passed."""
+        self._free = max(self._free, now - BURST_SECONDS) + num_bytes / self.rate
         self.num_bytes += num_bytes
-        await asyncio.sleep(self._free - now)
+        return self._free
 
 
 class Proxy:
@@ -30,7 +31,7 @@ class Proxy:
 
     Args:
       port: of the listener behind it.
-      there: links that data to the listener passes, one after the other.
+      there: links that data to the listener passes, at the rate of the slowest.
       back: those that data from the listener passes.
       latency: seconds one way.
     """
@@ -38,6 +39,7 @@ class Proxy:
     def __init__(self, port: int, there: Sequence[Link] = (), back: Sequence[Link] = (), latency: float = 0.0):
         self._target, self._there, self._back, self._latency = port, there, back, latency
         self._generation = 0  # of connections: those of earlier ones are dead
+        self.num_connections = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         listening = socket.create_server(("127.0.0.1", 0))
@@ -75,6 +77,7 @@ class Proxy:
             writer.close()
             return
         generation = self._generation
+        self.num_connections += 1
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump(reader, there[1], self._there, generation))
@@ -92,8 +95,8 @@ class Proxy:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         loop = asyncio.get_running_loop()
         while data := await reader.read(READ_BYTES):
-            for link in links:
-                await link.carry(len(data))
+            passed = max((link.carry(len(data), loop.time()) for link in links), default=0.0)
+            await asyncio.sleep(max(passed - loop.time(), 0.0))
             if generation != self._generation:
                 continue
             if self._latency:
