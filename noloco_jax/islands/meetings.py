@@ -37,6 +37,7 @@ BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
 LATELY = 64  # rounds in which an island meets those that count when others are left out
 HELD_AHEAD = 64  # rounds that a dialler may be ahead for its call to be held
 BACKLOG = 1.0  # messages still to flow with which a link stays busy for a round
+CARRIED = 0.97  # share of the exchanges below which a link is called too slow
 LATEST = 8  # patiences after which an exchange that still flows is given up
 TRAINING = pb.Status.TRAINING
 
@@ -95,6 +96,8 @@ class Meetings:
         self._finished: dict[tuple[str, int, int], float] = {}  # (dialler, incarnation, round) -> own factor
         self._steps_late = 0  # of corrections, summed
         self._left_out: deque[int] = deque(maxlen=LATELY)  # rounds, as the link was busy
+        self._carried: deque[bool] = deque(maxlen=LATELY)  # False for a round left out, True for one exchanged
+        self._told_slow = False
         self._told_unequal = False
 
     def to_json(self) -> dict[str, Any]:
@@ -138,6 +141,7 @@ class Meetings:
         elif self._backlog() >= BACKLOG:
             self._left_out.append(round)
             self._end(meeting, "the link is busy with earlier rounds")
+            self._tell_slow()
         elif dials:
             meeting.task = node.start(self._meet(meeting))
 
@@ -338,6 +342,7 @@ class Meetings:
         for other in self._open.values():
             other.lacks += self._share_of(meeting.round, meeting.partner, other)
         self.committed += 1
+        self._carried.append(True)
         node.has_averaged = True
         self._steps_late += late
         own, weight, codec = attempt.own, factor * attempt.weight, node.codec
@@ -414,6 +419,16 @@ class Meetings:
         if peer.phase in ENDED:
             return "the partner has left" if peer.phase == pb.Status.LEAVING else "the partner has finished"
         return "the two refuse each other" if peer.wrong else ""
+
+    def _tell_slow(self) -> None:
+        """Count a round that was left out; tell once that the link is too slow for the run, and what would fit."""
+        node = self.node
+        self._carried.append(False)
+        share = sum(self._carried) / len(self._carried)
+        if not self._told_slow and len(self._carried) >= LATELY // 2 and 0 < share < CARRIED:
+            self._told_slow = True
+            to = f" to {min(node.peers)}" if len(node.peers) == 1 else f" of {node.name}"
+            node.tell(f"the link{to} carries {share:.2g} of what is sent: {node.advice(share)}")
 
     def _log_silence(self, peer: Peer, reason: str) -> None:
         """Tell once that a peer does not answer, until it is heard again."""

@@ -37,7 +37,7 @@ class View:
         self.phase: Any = pb.Status.STARTING
         self.peers: dict[str, Peer] = {}
         self.notices: list[str] = []
-        self.fits, self._plan, self._parse = plan.fits, plan, parse
+        self.fits, self.advice, self._plan, self._parse = plan.fits, plan.advice, plan, parse
         self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
         self._tasks: set[asyncio.Task] = set()
         self._told_badly: dict[str, float] = {}  # who told a roster that nobody signed, and when

@@ -7,6 +7,7 @@ import pytest
 
 from noloco_jax.islands import exchange
 from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.link_advice import settings_that_fit
 from support import slow_links
 from support.island_world import Sim
 from support.slow_links import MESSAGE_BYTES, SlowSea
@@ -112,3 +113,22 @@ async def test_a_partner_that_stops_in_the_middle_of_a_message_costs_the_others_
         due = [met for met in sim.met if met.partner != "d" and met.round < 75]
         assert sum(met.outcome in ("met", "late") for met in due) >= 0.97 * len(due)
         assert len(sim.node.meetings._open) <= 5
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.9, None), (1.6, 0.62)])
+async def test_a_link_that_is_too_slow_is_told_once_with_what_would_fit(load, told):
+    sea = SlowSea("ab", load)
+    sims = [sea.add(name, advice=lambda share: f"fit {share:.2f}") for name in "ab"]
+    await asyncio.gather(*(sim.train(1000) for sim in sims))
+    for sim, other in zip(sims, "ba", strict=True):
+        lines = [line for line in sim.lines if "carries" in line]
+        assert len(lines) == (told is not None)
+        for line in lines:
+            assert line.startswith(f"the link to {other} carries 0.")
+            assert float(line.split(": fit ")[1]) == pytest.approx(told, abs=0.08)
+
+
+def test_settings_that_fit_are_a_narrower_format_or_a_longer_interval():
+    assert settings_that_fit("float32", 50, 0.8) == "give outer.wire=bfloat16 or outer.sync_every=63"
+    assert settings_that_fit("float32", 50, 0.3) == "give outer.wire=int8 or outer.sync_every=167"
+    assert settings_that_fit("modulo4", 10, 0.5) == "give outer.sync_every=20"

@@ -2,8 +2,8 @@
 
 Every node has one link, of the same rate up and down. All of its exchanges share it: pieces pass the sender's uplink in
 the order of their coming, and then the receiver's downlink. A stream has two pieces on the links at most, as buffers
-are small beside a message; what has passed both arrives a latency later. Other frames take the latency alone: they are small, and a network's
-queues are short. Frames of a stream keep their order.
+are small beside a message; what has passed both arrives a latency later. Other frames take the latency alone: they are
+small, and a network's queues are short. Frames of a stream keep their order.
 """
 
 import asyncio
