@@ -24,7 +24,8 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.bounds import LARGEST
 from noloco_jax.islands.interfaces import Codec, Read, Stream
 
-PIECE_BYTES = 512 << 10  # 4 s at 1 Mbit/s
+PIECE_BYTES = 512 << 10  # at most: 4 s at 1 Mbit/s
+PIECES, SMALLEST_BYTES = 16, 16 << 10  # of a smaller message, so that one sees how far it has come
 SILENT_SECONDS = 15.0  # without a frame: the call is given up
 NOT_YET_SECONDS = 4.0  # between two `NotYet`
 MAX_TOKENS = 2**48
@@ -74,6 +75,7 @@ class Attempt:
         self.own, self.norm, self.tokens = own, norm, tokens
         self.weight = self.size = self.factor = 0.0
         self.read: Read | None = None
+        self._piece_bytes = min(max(sum(codec.sizes) // PIECES, SMALLEST_BYTES), PIECE_BYTES)
         self.incarnation = self.num_calls = 0
         self.flowed = -math.inf
         self._num_sent = 0  # bytes of the own message
@@ -124,7 +126,7 @@ class Attempt:
 
         async def receive() -> None:
             if number == len(self._theirs):
-                await _receive_pieces(stream, self._pieces, size)
+                await _receive_pieces(stream, self._pieces, size, self._piece_bytes)
                 self._theirs.append(b"".join(self._pieces))
                 self._pieces.clear()
             is_whole.set()
@@ -141,8 +143,8 @@ class Attempt:
     async def _send_part(self, stream: Stream, data: bytes, num_sent: int, is_done: asyncio.Event) -> None:
         """Send a part, but for its first bytes, and then signs of life until the partner's has come."""
         view = memoryview(data)
-        for start in range(num_sent, len(data), PIECE_BYTES):
-            piece = bytes(view[start : start + PIECE_BYTES])
+        for start in range(num_sent, len(data), self._piece_bytes):
+            piece = bytes(view[start : start + self._piece_bytes])
             await send(stream, pb.Frame(piece=pb.Piece(data=piece)))
             self._num_sent += len(piece)
         while not is_done.is_set():
@@ -269,12 +271,12 @@ def check_tokens(tokens: int) -> None:
         raise Unfit(f"a round of {tokens} tokens")
 
 
-async def _receive_pieces(stream: Stream, pieces: list[bytes], size: int) -> None:
+async def _receive_pieces(stream: Stream, pieces: list[bytes], size: int, piece_bytes: int) -> None:
     """Receive a part; raise `Unfit` as soon as it is not of its size. `pieces` has those that came in earlier calls."""
     missing = size - sum(map(len, pieces))
     while missing:
         piece = (await _receive_next(stream, "piece")).data
-        if len(piece) != min(PIECE_BYTES, missing):  # small ones, slowly, would hold this island for as long
+        if len(piece) != min(piece_bytes, missing):  # small ones, slowly, would hold this island for as long
             raise Unfit(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
         missing -= len(piece)
         pieces.append(piece)
