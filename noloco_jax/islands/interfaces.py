@@ -55,7 +55,7 @@ class Met(NamedTuple):
       lag: rounds by which it was late.
       reason: the reason for "alone", in a few words.
       one_sided: True if the partner may have applied its half.
-      factor: of the correction, below 1 where bounds clipped it; 0: nothing of the partner's is taken.
+      factor: of the correction, below 1 where bounds clipped it or it came late; 0: nothing of the partner's is taken.
       steps_late: inner steps begun from the end of its round until its exchange was committed; None where it was not.
     """
 

@@ -37,6 +37,7 @@ BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
 LATELY = 64  # rounds in which an island meets those that count when others are left out
 HELD_AHEAD = 64  # rounds that a dialler may be ahead for its call to be held
 BACKLOG = 1.0  # messages still to flow with which a link stays busy for a round
+OPEN = 3  # patiences of messages that are kept at most
 CARRIED = 0.97  # share of the exchanges below which a link is called too slow
 LATEST = 8  # patiences after which an exchange that still flows is given up
 TRAINING = pb.Status.TRAINING
@@ -138,7 +139,7 @@ class Meetings:
             self._end(meeting, fault)
         elif (dials := self._dials(name, round)) is None:
             self._end(meeting, "neither of the two can be dialled")
-        elif self._backlog() >= BACKLOG:
+        elif self._backlog() >= BACKLOG or len(self._open) > OPEN * node.patience:
             self._left_out.append(round)
             self._end(meeting, "the link is busy with earlier rounds")
             self._tell_slow()

@@ -77,7 +77,7 @@ async def test_a_link_completes_nearly_all_that_it_has_time_for(load, num_island
     assert max(sim.finished_at for sim in sims) < 1.1 * num_rounds  # nobody waits
     committed = sum(sim.node.meetings.committed for sim in sims)
     assert sum(sea.sent.values()) < 1.06 * committed * MESSAGE_BYTES  # little is sent in vain
-    assert max(met.steps_late or 0 for sim in sims for met in sim.met) <= 60  # six rounds
+    assert max(met.steps_late or 0 for sim in sims for met in sim.met) <= 80  # eight rounds
 
 
 @pytest.mark.parametrize("num_islands", [2, 4])
@@ -132,6 +132,32 @@ async def test_a_partner_that_stops_in_the_middle_of_a_message_costs_the_others_
         due = [met for met in sim.met if met.partner != "d" and met.round < 75]
         assert sum(met.outcome in ("met", "late") for met in due) >= 0.97 * len(due)
         assert len(sim.node.meetings._open) <= 5
+
+
+async def test_a_partner_that_sends_its_message_for_ever_costs_the_others_little():
+    """A piece every ten seconds, so that its calls are never silent: an exchange of it flows until it is given up."""
+    sea = SlowSea("abcd", 0.6)
+
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        if kind == "piece" and sender == "d":
+            await asyncio.sleep(10.0)
+
+    sea.faults = faults
+    sims, most = [sea.add(name) for name in sea.names], 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            await asyncio.sleep(0.5)
+            most = max(most, *(len(sim.node.meetings._open) for sim in sims[:3]))
+
+    watching = asyncio.ensure_future(watch())
+    await asyncio.gather(*(sim.train(1000) for sim in sims))
+    watching.cancel()
+    for sim in sims[:3]:
+        due = [met for met in sim.met if met.partner != "d" and met.round < 95]
+        assert sum(met.outcome in ("met", "late") for met in due) >= 0.95 * len(due)
+    assert most <= 6
 
 
 @pytest.mark.parametrize(("load", "told"), [(0.9, None), (1.6, 0.62)])
