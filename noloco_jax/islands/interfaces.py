@@ -26,6 +26,7 @@ class Plan:
       fits: (round, step) -> True where a run can be at both at once.
       saved: the protocol's state in the checkpoint to resume from: `Node.to_json`.
       details: JSON of what commands ask for.
+      advice: share of the messages that the link carries -> settings that fit it, for people.
       address: of this island, if it is another than in the roster.
     """
 
@@ -39,6 +40,7 @@ class Plan:
     fits: Callable[[int, int], bool] = lambda round, step: True
     saved: Mapping[str, Any] | None = None
     details: str = ""
+    advice: Callable[[float], str] = lambda share: "send less"
     address: Address | None = None
 
 
@@ -53,7 +55,7 @@ class Met(NamedTuple):
       lag: rounds by which it was late.
       reason: the reason for "alone", in a few words.
       one_sided: True if the partner may have applied its half.
-      factor: of the correction, below 1 where bounds clipped it; 0: nothing of the partner's is taken.
+      factor: of the correction, below 1 where bounds clipped it or it came late; 0: nothing of the partner's is taken.
       steps_late: inner steps begun from the end of its round until its exchange was committed; None where it was not.
     """
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.forms import summary
 from noloco_jax.islands.interfaces import PATIENCE
 from noloco_jax.islands.keys import open_membership
+from noloco_jax.islands.link_advice import settings_that_fit
 from noloco_jax.islands.membership import incarnation_of, write_incarnation
 from noloco_jax.islands.network import Link, LinkPlan
 from noloco_jax.islands.own_outer import checked_pairing, identity_of
@@ -170,6 +172,7 @@ class Island:
             began_before=began_before,
             saved=saved,
             details=json.dumps({"config": None}),
+            advice=partial(settings_that_fit, own.solo.wire.name, int(schedule.sync_every)),
             listen=self._listen,
         )
         self._link = link = Link(plan, self._report)

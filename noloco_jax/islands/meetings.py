@@ -1,18 +1,23 @@
 """Exchanges of one island, round by round: who dials, what is accepted, what is committed, and what is left out.
 
 A meeting is a round's message that waits for its partner's. Its dialler calls until the messages are exchanged or the
-patience ends.
+patience ends. An exchange whose messages flow has more time: on a slow link it is finished late rather than begun in
+vain. While two of them flow the link is busy, and a round that ends is left out, before a byte of it is sent. So the
+link always has an exchange to carry, and never more than it can end.
 """
 
 import asyncio
+import enum
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.bounds import FAR_IN_A_ROW, Bounds, agreed
 from noloco_jax.islands.exchange import (
+    SILENT_SECONDS,
     Attempt,
     Broken,
     Refused,
@@ -23,7 +28,7 @@ from noloco_jax.islands.exchange import (
     receive_hello,
     send,
 )
-from noloco_jax.islands.interfaces import Met, Stream
+from noloco_jax.islands.interfaces import PATIENCE, Met, Stream
 from noloco_jax.islands.peers import ENDED, Peer, check_hello
 from noloco_jax.islands.view import View
 
@@ -31,7 +36,19 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is diall
 BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
 LATELY = 64  # rounds in which an island meets those that count when others are left out
 HELD_AHEAD = 64  # rounds that a dialler may be ahead for its call to be held
+BACKLOG = 1.0  # messages still to flow with which a link stays busy for a round
+OPEN = 3  # patiences of messages that are kept at most
+CARRIED = 0.97  # share of the exchanges below which a link is called too slow
+LATEST = 8  # patiences after which an exchange that still flows is given up
 TRAINING = pb.Status.TRAINING
+
+
+class State(enum.Enum):
+    """State of a meeting; it leaves `Meetings._open` when it is committed or ends."""
+
+    WAITING = enum.auto()  # for the partner's Accept or Hello
+    ACCEPTED = enum.auto()  # the messages flow, or did until a call broke: what came is kept
+    UNSURE = enum.auto()  # the partner may have committed: `Received` was sent
 
 
 @dataclass(eq=False)
@@ -40,21 +57,21 @@ class Meeting:
 
     Attributes:
       round, partner: of the message.
-      own: the message as the training gave it.
-      tokens: its weight.
-      norm: Euclidean.
+      attempt: the message, and what has come of the partner's.
       steps: inner steps begun when it was made.
-      held: the attempt in which the partner may have committed.
-      task: the attempt under way.
+      lacks: exchanges of the same fragment whose corrections the message lacks; half of those with other partners.
+      bound: the factor that brings its correction into the bounds.
+      state: see `State`.
+      task: the call under way.
     """
 
     round: int
     partner: str
-    own: Any
-    tokens: int
-    norm: float
+    attempt: Attempt
     steps: int
-    held: Attempt | None = None
+    lacks: float = 0.0
+    bound: float = 1.0
+    state: State = State.WAITING
     task: asyncio.Task | None = None
 
 
@@ -79,13 +96,16 @@ class Meetings:
         self._open: dict[int, Meeting] = {}
         self._finished: dict[tuple[str, int, int], float] = {}  # (dialler, incarnation, round) -> own factor
         self._steps_late = 0  # of corrections, summed
+        self._left_out: deque[int] = deque(maxlen=LATELY)  # rounds, as the link was busy
+        self._carried: deque[bool] = deque(maxlen=LATELY)  # False for a round left out, True for one exchanged
+        self._told_slow = False
         self._told_unequal = False
 
     def to_json(self) -> dict[str, Any]:
         return {
             "bounds": self._bounds.to_json(),
             "one_sided": self.one_sided,
-            "unresolved": sum(meeting.held is not None for meeting in self._open.values()),
+            "unresolved": sum(meeting.state is State.UNSURE for meeting in self._open.values()),
         }
 
     @property
@@ -97,24 +117,48 @@ class Meetings:
         """Return whether the message of this round, or of an earlier one, may still be exchanged; for any thread."""
         return any(one <= round for one in tuple(self._open))  # a copy, as meetings end meanwhile
 
-    def begin(self, round: int, own: Any, norm: float, tokens: int) -> None:
-        """Begin the meeting of a round that has ended, and end those that have waited too long."""
+    def begin(self, round: int, own: Any, norm: float, tokens: int, lacking: Sequence[int] = ()) -> None:
+        """Begin the meeting of a round that has ended, and end those that have waited too long.
+
+        The message lacks the corrections of the rounds in `lacking`, which are delivered but not applied.
+        """
         node, oldest = self.node, round - self.node.patience
-        self.end("not committed in time", lambda meeting: meeting.round <= oldest)
+        self.end("not committed in time", lambda meeting: meeting.round <= round - self._patience(meeting))
         self._finished = {key: factor for key, factor in self._finished.items() if key[2] > oldest - LATELY}
         name = node.partner(round)
         if name is None:
             return
         self.due += 1
-        meeting = self._open[round] = Meeting(round, name, own, tokens, norm, node.world.num_steps)
+        attempt = Attempt(node.codec, node.world.run, own, norm, tokens, lambda size: self._factor(meeting, size))
+        meeting = self._open[round] = Meeting(round, name, attempt, node.world.num_steps)
+        for other in lacking:
+            meeting.lacks += self._share_of(other, node.partner(other) or "", meeting)
         if not math.isfinite(norm):
             self._end(meeting, "the own message is not finite")
         elif fault := self._absence(node.peers[name], round):
             self._end(meeting, fault)
         elif (dials := self._dials(name, round)) is None:
             self._end(meeting, "neither of the two can be dialled")
+        elif self._backlog() >= BACKLOG or len(self._open) > OPEN * node.patience:
+            self._left_out.append(round)
+            self._end(meeting, "the link is busy with earlier rounds")
+            self._tell_slow()
         elif dials:
             meeting.task = node.start(self._meet(meeting))
+
+    def _backlog(self) -> float:
+        """Return the messages still to flow; a partner that is slow itself counts as half of them at most."""
+        backlogs: dict[str, float] = {}
+        for meeting in self._open.values():
+            backlogs[meeting.partner] = backlogs.get(meeting.partner, 0.0) + meeting.attempt.backlog
+        largest = BACKLOG / 2 if len(self.node.peers) > 1 else math.inf
+        return sum(min(backlog, largest) for backlog in backlogs.values())
+
+    def _patience(self, meeting: Meeting) -> int:
+        """Return the rounds after which a meeting ends: more of them while its messages flow, or did just now."""
+        attempt, now = meeting.attempt, asyncio.get_running_loop().time()
+        flows = attempt.num_calls or now - attempt.flowed < SILENT_SECONDS
+        return self.node.patience * (LATEST if flows else 1)
 
     def end(self, reason: str, which: Any = lambda meeting: True) -> None:
         """End meetings without a correction: all, or those for which `which` returns True."""
@@ -124,30 +168,32 @@ class Meetings:
     def peer_left(self, peer: Peer) -> None:
         """End the meetings with a peer that begins no further exchange, but for those that it may have committed."""
         reason = self._absence(peer, self.node.round)
-        self.end(reason, lambda meeting: meeting.partner == peer.name and meeting.held is None)
+        self.end(reason, lambda meeting: meeting.partner == peer.name and meeting.state is not State.UNSURE)
 
     # The dialling side.
 
     async def _meet(self, meeting: Meeting) -> None:
         """Dial until the messages are exchanged, or there is no hope."""
         delay, node = RETRY_SECONDS, self.node
-        peer = node.peers[meeting.partner]
+        peer, now = node.peers[meeting.partner], asyncio.get_running_loop().time
+
+        def hold() -> None:
+            meeting.state = State.UNSURE
 
         def hear(timing: pb.Timing, incarnation: int, version: int) -> None:
+            nonlocal dialled
+            if dialled is not None:
+                dialled, peer.delay = None, (now() - dialled) / 2
             node.hear(meeting.partner, timing, incarnation)
             node.take_news(meeting.partner, version)
-            if incarnation:
-                meeting.held = None  # it accepts: what was held before was never committed
+            if incarnation:  # it accepts: it has committed nothing before
+                meeting.state = State.ACCEPTED
 
         while True:
-            attempt = self._attempt(meeting)
-
-            def hold(attempt: Attempt = attempt) -> None:
-                meeting.held = attempt
-
+            dialled: float | None = now()
             try:
                 async with node.network.exchange(meeting.partner) as stream:
-                    theirs = await offer(stream, self._hello(meeting), attempt, hear, hold)
+                    theirs = await offer(stream, self._hello(meeting), meeting.attempt, hear, hold)
             except Refused as refused:
                 if refused.answer.reason != pb.No.NOT_TRAINING:
                     if refused.answer.reason == pb.No.WRONG:
@@ -159,10 +205,10 @@ class Meetings:
             except Broken as error:
                 self._log_silence(peer, str(error))
             else:
-                if meeting.held is None:  # a Done for what was never received
+                if meeting.state is not State.UNSURE:  # a Done for what was never received
                     self._broken(peer, Unfit("a commit that was not due"))
                 else:
-                    self._commit(meeting, meeting.held, theirs)
+                    self._commit(meeting, theirs)
                     return
             if fault := self._absence(peer, meeting.round):
                 self._end(meeting, fault)
@@ -176,10 +222,12 @@ class Meetings:
             round=meeting.round,
             incarnation=node.incarnation,
             identity=node.digest,
-            tokens=meeting.tokens,
+            tokens=meeting.attempt.tokens,
             timing=node.timing(meeting.round),
             roster_version=node.roster.version,
             address=node.told_address,
+            num_held=meeting.attempt.num_held,
+            held_of=meeting.attempt.incarnation,
         )
 
     def _dials(self, name: str, round: int) -> bool | None:
@@ -219,13 +267,13 @@ class Meetings:
             await send(stream, pb.Frame(no=no))
             return
         meeting = self._open[hello.round]
-        if meeting.task is not None:  # an attempt that its dialler gave up
+        if meeting.task is not None:  # a call that its dialler gave up
             meeting.task.cancel()
-        attempt, this = self._attempt(meeting), asyncio.current_task()
-        meeting.task = this
+        attempt, this = meeting.attempt, asyncio.current_task()
+        meeting.task, meeting.state = this, State.ACCEPTED
         accept = pb.Accept(
             incarnation=node.incarnation,
-            tokens=meeting.tokens,
+            tokens=attempt.tokens,
             timing=node.timing(hello.round),
             roster_version=node.roster.version,
         )
@@ -234,11 +282,11 @@ class Meetings:
             if self._open.get(hello.round) is not meeting or meeting.task is not this:
                 raise Broken("the round is over here")
             self._finished[name, hello.incarnation, hello.round] = attempt.factor
-            self._commit(meeting, attempt, theirs)
+            self._commit(meeting, theirs)
             return attempt.factor
 
         try:
-            await answer(stream, accept, hello.tokens, attempt, commit)
+            await answer(stream, accept, hello, attempt, commit)
         except Unfit as error:
             self._broken(node.peers[name], error)
         finally:
@@ -265,6 +313,8 @@ class Meetings:
             return no.OVER_BEFORE, "it was exchanged before a restart"
         if round > node.round + HELD_AHEAD:
             return no.OVER, f"it is {round - node.round} rounds behind"
+        if round in self._left_out:
+            return no.BUSY, "its link is busy with earlier rounds"
         if round <= node.round and meeting is None:
             return no.OVER, f"its message is gone, it has ended round {node.round + 1}"
         if meeting is not None and self._dials(name, round) is True:
@@ -273,15 +323,15 @@ class Meetings:
 
     # Both sides.
 
-    def _commit(self, meeting: Meeting, attempt: Attempt, theirs: float) -> None:
+    def _commit(self, meeting: Meeting, theirs: float) -> None:
         """Apply an exchange; `theirs` is the partner's factor."""
-        assert attempt.read is not None
-        node, read = self.node, attempt.read
+        node, attempt, read = self.node, meeting.attempt, meeting.attempt.read
+        assert read is not None
         peer, factor = node.peers[meeting.partner], agreed(attempt.factor, theirs)
         self._close(meeting)
         peer.broken, peer.met = 0, meeting.round
-        peer.distance = peer.distance.after(attempt.size, attempt.factor)
-        self._leave_out(peer, attempt.factor == 0.0)
+        peer.distance = peer.distance.after(attempt.size, meeting.bound)
+        self._leave_out(peer, meeting.bound == 0.0)
         late = node.world.num_steps - meeting.steps
         lag = node.round - meeting.round
         met = Met(meeting.round, peer.name, "late" if lag else "met", lag, factor=factor, steps_late=late)
@@ -289,17 +339,20 @@ class Meetings:
             reason = "its weights are far away, and nothing is taken from it"
             node.world.outcome(met._replace(outcome="alone", reason=reason, factor=0.0, one_sided=True))
             return
-        self._bounds.accept(attempt.size, attempt.factor, factor)
+        self._bounds.accept(attempt.size, meeting.bound, min(factor / _damping(meeting.lacks), 1.0))
+        for other in self._open.values():
+            other.lacks += self._share_of(meeting.round, meeting.partner, other)
         self.committed += 1
+        self._carried.append(True)
         node.has_averaged = True
         self._steps_late += late
-        own, weight, codec = meeting.own, factor * attempt.weight, node.codec
+        own, weight, codec = attempt.own, factor * attempt.weight, node.codec
         node.world.deliver(meeting.round, lambda: codec.correction(own, read, weight))
         node.world.outcome(met)
 
     def _end(self, meeting: Meeting, reason: str, one_sided: bool = False) -> None:
         """End a meeting without a correction."""
-        node, one_sided = self.node, one_sided or meeting.held is not None
+        node, one_sided = self.node, one_sided or meeting.state is State.UNSURE
         self.one_sided += one_sided
         self._close(meeting)
         node.world.outcome(Met(meeting.round, meeting.partner, "alone", reason=reason, one_sided=one_sided))
@@ -316,24 +369,27 @@ class Meetings:
             meeting.task.cancel()
         self.node.notify()
 
-    def _attempt(self, meeting: Meeting) -> Attempt:
-        run, bound = self.node.world.run, lambda size: self._factor(meeting, size)
-        return Attempt(self.node.codec, run, meeting.own, meeting.norm, meeting.tokens, bound)
-
     def _factor(self, meeting: Meeting, size: float) -> float:
-        """Return the factor that brings a correction of a size into the bounds; 0: nothing is taken.
+        """Return the factor of a correction of a size, for its bounds and its delay; 0: nothing is taken.
 
         Nothing is taken from a peer that is far away and came no closer, unless most of the others are far away: then
         the run drifts apart or this island was alone, and taking nothing from the others would make either worse.
         """
-        factor = self._bounds.factor(size, meeting.norm)
+        meeting.bound = factor = self._bounds.factor(size, meeting.attempt.norm)
         peer = self.node.peers[meeting.partner]
-        if peer.distance.after(size, factor).count < FAR_IN_A_ROW:
-            return factor
-        since = max(self.node.round - LATELY, 0)
-        others = [one for one in self.node.peers.values() if one is not peer and one.met >= since]
-        num_far = sum(one.distance.count > 0 for one in others)
-        return 0.0 if 1 + num_far <= len(others) - num_far else factor
+        if peer.distance.after(size, factor).count >= FAR_IN_A_ROW:
+            since = max(self.node.round - LATELY, 0)
+            others = [one for one in self.node.peers.values() if one is not peer and one.met >= since]
+            num_far = sum(one.distance.count > 0 for one in others)
+            if 1 + num_far <= len(others) - num_far:
+                meeting.bound = 0.0
+        return meeting.bound * _damping(meeting.lacks)
+
+    def _share_of(self, round: int, partner: str, meeting: Meeting) -> float:
+        """Return how much a meeting's message lacks for want of the correction of another round."""
+        if (meeting.round - round) % (self.node.patience // PATIENCE):
+            return 0.0
+        return 1.0 if meeting.partner == partner else 0.5
 
     def _leave_out(self, peer: Peer, leaves_out: bool) -> None:
         name = self.node.name
@@ -365,8 +421,27 @@ class Meetings:
             return "the partner has left" if peer.phase == pb.Status.LEAVING else "the partner has finished"
         return "the two refuse each other" if peer.wrong else ""
 
+    def _tell_slow(self) -> None:
+        """Count a round that was left out; tell once that the link is too slow for the run, and what would fit."""
+        node = self.node
+        self._carried.append(False)
+        share = sum(self._carried) / len(self._carried)
+        if not self._told_slow and len(self._carried) >= LATELY // 2 and 0 < share < CARRIED:
+            self._told_slow = True
+            to = f" to {min(node.peers)}" if len(node.peers) == 1 else f" of {node.name}"
+            node.tell(f"the link{to} carries {share:.2g} of what is sent: {node.advice(share)}")
+
     def _log_silence(self, peer: Peer, reason: str) -> None:
         """Tell once that a peer does not answer, until it is heard again."""
         if peer.told_silence != (reason, peer.heard):
             peer.told_silence = reason, peer.heard
             self.node.tell(f"{peer.name}: {reason}")
+
+
+def _damping(lacks: float) -> float:
+    """Return the share of a correction that is applied where its message lacks so many others.
+
+    Exchanges that overlap correct one difference several times. In full that diverges: with a momentum of 0.5 the
+    difference of two islands grows by a tenth in every round. Scaled like this it is stable up to a momentum of 0.7.
+    """
+    return (1 + lacks) ** -1.5

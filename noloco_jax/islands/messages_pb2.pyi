@@ -38,7 +38,7 @@ class Timing(_message.Message):
     def __init__(self, round: _Optional[int] = ..., ago: _Optional[float] = ..., round_seconds: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("round", "incarnation", "identity", "tokens", "timing", "roster_version", "address")
+    __slots__ = ("round", "incarnation", "identity", "tokens", "timing", "roster_version", "address", "num_held", "held_of")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,8 @@ class Hello(_message.Message):
     TIMING_FIELD_NUMBER: _ClassVar[int]
     ROSTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    HELD_OF_FIELD_NUMBER: _ClassVar[int]
     round: int
     incarnation: int
     identity: int
@@ -53,19 +55,23 @@ class Hello(_message.Message):
     timing: Timing
     roster_version: int
     address: str
-    def __init__(self, round: _Optional[int] = ..., incarnation: _Optional[int] = ..., identity: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    num_held: int
+    held_of: int
+    def __init__(self, round: _Optional[int] = ..., incarnation: _Optional[int] = ..., identity: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ..., address: _Optional[str] = ..., num_held: _Optional[int] = ..., held_of: _Optional[int] = ...) -> None: ...
 
 class Accept(_message.Message):
-    __slots__ = ("incarnation", "tokens", "timing", "roster_version")
+    __slots__ = ("incarnation", "tokens", "timing", "roster_version", "num_held")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     ROSTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     tokens: int
     timing: Timing
     roster_version: int
-    def __init__(self, incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ...) -> None: ...
+    num_held: int
+    def __init__(self, incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
 
 class NotYet(_message.Message):
     __slots__ = ("timing",)
@@ -85,6 +91,7 @@ class No(_message.Message):
         WRONG: _ClassVar[No.Reason]
         NOT_TRAINING: _ClassVar[No.Reason]
         OVER_BEFORE: _ClassVar[No.Reason]
+        BUSY: _ClassVar[No.Reason]
     UNKNOWN: No.Reason
     OVER: No.Reason
     NOT_PARTNER: No.Reason
@@ -93,6 +100,7 @@ class No(_message.Message):
     WRONG: No.Reason
     NOT_TRAINING: No.Reason
     OVER_BEFORE: No.Reason
+    BUSY: No.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]

@@ -24,6 +24,7 @@ from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.interfaces import PATIENCE
 from noloco_jax.islands.keys import open_membership
+from noloco_jax.islands.link_advice import settings_that_fit
 from noloco_jax.islands.membership import Membership, incarnation_of, write_incarnation
 from noloco_jax.islands.network import Link, LinkPlan, is_done
 from noloco_jax.islands.partners import partner_by
@@ -160,6 +161,7 @@ class IslandMode:
             began_before=began_before,
             saved=saved,
             details=json.dumps(details, default=str),
+            advice=partial(settings_that_fit, config.outer.wire, config.outer.sync_every),
             listen=member.listen,
             address=member.address,
         )

@@ -123,11 +123,12 @@ class Link:
 
     def round_ended(self, round: int, step: int, message: Message, norm: float, tokens: int) -> None:
         """Leave a round's message to be exchanged; see `Node.round_ended`."""
-        epoch = self._epoch
+        with self._lock:
+            epoch, lacking = self._epoch, [item.round for item in self._inbox if isinstance(item, Correction)]
 
         def end() -> None:
             if epoch == self._epoch:  # else a donor's weights have taken the place of those that made it
-                self.node.round_ended(round, step, message, norm, tokens)
+                self.node.round_ended(round, step, message, norm, tokens, lacking)
 
         self._loop.call_soon_threadsafe(end)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
@@ -43,7 +43,9 @@ class Node(View):
 
     # The training's side.
 
-    def round_ended(self, round: int, step: int, own: Any, norm: float, tokens: int) -> None:
+    def round_ended(
+        self, round: int, step: int, own: Any, norm: float, tokens: int, lacking: Sequence[int] = ()
+    ) -> None:
         """End a round: its message waits for the partner's.
 
         Args:
@@ -52,11 +54,12 @@ class Node(View):
           own: the message, for the codec.
           norm: Euclidean, of the message.
           tokens: that were trained on in it.
+          lacking: rounds whose corrections are delivered, and not applied in the message.
         """
         assert round == self.round + 1, f"round {round} follows round {self.round}"
         self.round, self.step = round, step
         self.pace.round_ended(round, self._now())
-        self.meetings.begin(round, own, norm, tokens)
+        self.meetings.begin(round, own, norm, tokens, lacking)
         self.notify()
 
     def to_json(self) -> dict[str, Any]:

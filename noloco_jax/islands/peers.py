@@ -11,7 +11,7 @@ from noloco_jax.islands.bounds import Distance
 from noloco_jax.islands.exchange import MAX_TOKENS, Unfit
 from noloco_jax.islands.roster import Address
 
-PROTOCOL = "7"  # islands of two protocols refuse each other
+PROTOCOL = "8"  # islands of two protocols refuse each other
 MAX_ROUND = 2**40
 MAX_VALUES, MAX_TEXT = 512, 4096  # of an identity
 FIRST_WEIGHTS = "first weights"  # of islands that begin a run
@@ -43,6 +43,7 @@ class Peer:
       left_out: True while nothing is taken from it.
       address: a newer one than in the roster, which it has told itself.
       asked_for_roster: time when it was last asked for its roster.
+      delay: seconds that a message takes to it or back, as of its last answer; 0 while it was never dialled.
       told_silence: the reason for which it did not answer, as was told, and when it had been heard.
     """
 
@@ -60,6 +61,7 @@ class Peer:
     left_out: bool = False
     address: Address | None = None
     asked_for_roster: float = -math.inf
+    delay: float = 0.0
     told_silence: tuple[str, float | None] | None = None
 
     def fault(self, round: int) -> str:

@@ -154,8 +154,8 @@ class IslandSync:
             elif one.outcome == "caught up":
                 parts.append(f"these weights came from {one.partner}")
         parts += [f"{count} alone, {text}" if len(met) > 1 else f"alone, {text}" for text, count in reasons.items()]
-        if clipped := [one.factor for one in exchanged if 0 < one.factor < 1]:
-            parts.append(f"clipped to {100 * min(clipped):.2g} %")
+        if scaled := [one.factor for one in exchanged if 0 < one.factor < 1]:
+            parts.append(f"scaled to {100 * min(scaled):.2g} %")
         if one_sided := sum(one.one_sided for one in met):
             parts.append(f"{one_sided} one-sided")
         if status.due:

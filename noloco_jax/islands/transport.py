@@ -29,6 +29,7 @@ MAX_BYTES = 2 << 20  # of a message on the wire: a piece, or a greeting with a r
 CALLS_OF_ONE, CALLS_OF_ALL = 8, 128
 CALL_SECONDS = 4 * 3600.0  # of any call: silence ends it much earlier
 HANDSHAKE_SECONDS = 5
+PING_SECONDS, PONG_SECONDS = 5, 22  # of silence before a ping, and for its answer, which waits behind an upload
 _SERVICE = "noloco.Island"
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _NAME = "noloco-name"  # of a caller without TLS
@@ -38,11 +39,16 @@ _COMMON = [
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.per_message_decompression", 0),  # inflated, a small message would be a large one
     ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
 
 
 class Dialler:
     """Calls to the islands of a roster. They raise `Broken`, with the reason in words.
+
+    A peer has two connections, as a small call waits for all that an upload on its connection has buffered: greetings
+    have one of their own. Pings find out that a connection is dead, where a NAT has forgotten it.
 
     Args:
       name: of the caller.
@@ -53,7 +59,7 @@ class Dialler:
     def __init__(self, name: str, credentials: Credentials | None, roster: Roster):
         self._name, self._credentials, self._roster = name, credentials, roster
         self._told: dict[str, Address] = {}
-        self._channels: dict[str, tuple[tuple[str, str], grpc.aio.Channel]] = {}
+        self._channels: dict[tuple[str, bool], tuple[tuple[str, str], grpc.aio.Channel]] = {}
 
     def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
         self._roster, self._told = roster, dict(addresses)
@@ -72,7 +78,7 @@ class Dialler:
             call.cancel()
 
     async def greet(self, peer: str, greeting: pb.Greeting, seconds: float) -> pb.Status:
-        method = self._channel(peer).unary_unary(
+        method = self._channel(peer, is_small=True).unary_unary(
             f"/{_SERVICE}/Greet",
             request_serializer=pb.Greeting.SerializeToString,
             response_deserializer=pb.Status.FromString,
@@ -106,8 +112,11 @@ class Dialler:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return () if self._credentials is not None else ((_NAME, self._name),)
 
-    def _channel(self, peer: str) -> grpc.aio.Channel:
-        """Return the channel to a peer; a new one after its address or its certificate has changed."""
+    def _channel(self, peer: str, is_small: bool = False) -> grpc.aio.Channel:
+        """Return the channel to a peer for small calls, or others.
+
+        It is a new one after the peer's address or certificate has changed.
+        """
         member = self._roster.get(peer)
         if member is None:
             raise Broken(f"{peer} is no member")
@@ -116,15 +125,17 @@ class Dialler:
             raise Broken("it only dials out")
         certificate = f"{peer}.{member.issued}" if member.issued else peer
         key = str(address), certificate
-        known = self._channels.get(peer)
+        known = self._channels.get((peer, is_small))
         if known is None or known[0] != key:
-            self._channels[peer] = known = key, self._new_channel(*key)
+            self._channels[peer, is_small] = known = key, self._new_channel(*key)
         return known[1]
 
     def _new_channel(self, target: str, certificate: str) -> grpc.aio.Channel:
         options: list[tuple[str, Any]] = [
             *_COMMON,
-            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.use_local_subchannel_pool", 1),  # channels of one target share a connection otherwise
+            ("grpc.keepalive_time_ms", 1000 * PING_SECONDS),
+            ("grpc.http2.ping_timeout_ms", 1000 * PONG_SECONDS),  # grpc.keepalive_timeout_ms ends nothing in 1.85
             ("grpc.initial_reconnect_backoff_ms", 200),
             ("grpc.min_reconnect_backoff_ms", 5000),  # to connect in
             ("grpc.max_reconnect_backoff_ms", 3000),
@@ -199,7 +210,7 @@ class Listener:
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
             ("grpc.max_concurrent_streams", 2 * CALLS_OF_ONE),
             ("grpc.max_allowed_incoming_connections", max(files // 2, 32)),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 500 * PING_SECONDS),
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=CALLS_OF_ALL)
         handlers = {

@@ -37,7 +37,7 @@ class View:
         self.phase: Any = pb.Status.STARTING
         self.peers: dict[str, Peer] = {}
         self.notices: list[str] = []
-        self.fits, self._plan, self._parse = plan.fits, plan, parse
+        self.fits, self.advice, self._plan, self._parse = plan.fits, plan.advice, plan, parse
         self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
         self._tasks: set[asyncio.Task] = set()
         self._told_badly: dict[str, float] = {}  # who told a roster that nobody signed, and when
@@ -76,7 +76,7 @@ class View:
             peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
         if timing.round_seconds or timing.ago:
             peer.round = max(peer.round, timing.round)
-        self.pace.meet(name, timing, self._now())
+        self.pace.meet(name, timing, self._now() - peer.delay)
         if address is None:
             return
         with contextlib.suppress(UserError):  # a text that is no address

@@ -105,7 +105,7 @@ def _wires(setting: cost.Setting) -> str:
                 wire,
                 format_bytes(c.bytes_per_sync),
                 format_seconds(c.seconds_per_sync),
-                format_percent(_completed(own) if setting.islands else 1 - c.compute_share),
+                format_percent(completed_share(own) if setting.islands else 1 - c.compute_share),
                 _or_none(cost.smallest_delay(own, "noloco")),
                 str(cost.shortest_interval(own, "noloco")),
             ]
@@ -144,10 +144,13 @@ def _latencies(setting: cost.Setting) -> str:
     return markdown_table(header, rows)
 
 
-def _completed(setting: cost.Setting) -> float:
-    """Return the share of an island's exchanges that the link has time for."""
+def completed_share(setting: cost.Setting) -> float:
+    """Return the share of an island's exchanges that the link has time for.
+
+    Latency costs none, as the next exchange begins meanwhile.
+    """
     c = cost.cost_of(setting, "noloco")
-    return min(c.every * setting.step_time / c.seconds_per_sync, 1.0)
+    return min(c.every * setting.step_time * setting.bandwidth / (8 * c.bytes_per_sync), 1.0)
 
 
 def _or_none(steps: int | None) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from noloco_jax.islands import exchange
+from noloco_jax.islands import exchange, transport
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.keys import issue_in, load_keys, make_keys
 from noloco_jax.islands.roster import Address
 from noloco_jax.islands.transport import CALLS_OF_ONE, HANDSHAKE_SECONDS, MAX_BYTES, Dialler
 from support.served import dialler, echoed, keys_in, roster_at, served
+from support.slow_proxy import Link, Proxy
 
 pytestmark = pytest.mark.real_time
 
@@ -186,3 +187,60 @@ async def test_silent_sockets_are_closed_and_hold_nobody_up(keys):
             while not is_closed(stranger):  # until pytest's time limit
                 await asyncio.sleep(0.1)
             stranger.close()
+
+
+async def test_a_connection_that_a_nat_forgot_is_left_for_a_new_one(keys, monkeypatch):
+    """Its packets are swallowed, and nobody resets it: only an unanswered ping shows that it is dead."""
+    monkeypatch.setattr(transport, "PING_SECONDS", 1)
+    monkeypatch.setattr(transport, "PONG_SECONDS", 2)
+    async with served(keys["paris"]) as (_, port):
+        with Proxy(port) as proxy:
+            async with dialler("berlin", keys["berlin"], proxy.port) as one:
+                assert await echoed(one, b"x") == b"x"
+                assert (await one.greet("paris", pb.Greeting(), 60.0)).round == 7
+                proxy.forget()
+                with pytest.raises(TimeoutError):
+                    await echoed(one, b"x", 0.5)
+                async with asyncio.timeout(20):
+                    assert await retried(lambda: echoed(one, b"x", 1.0)) == b"x"
+                    assert (await retried(lambda: one.greet("paris", pb.Greeting(), 1.0))).round == 7
+
+
+async def test_pings_of_an_idle_connection_are_welcome(keys, monkeypatch):
+    """A listener of gRPC ends a connection with the third ping in five minutes, unless it is told otherwise."""
+    monkeypatch.setattr(transport, "PING_SECONDS", 1)
+    async with served(keys["paris"]) as (_, port):
+        with Proxy(port) as proxy:
+            async with dialler("berlin", keys["berlin"], proxy.port) as one:
+                await one.greet("paris", pb.Greeting(), 60.0)
+                await asyncio.sleep(5.5)
+                await one.greet("paris", pb.Greeting(), 60.0)
+        assert proxy.num_connections == 1
+
+
+async def test_a_greeting_does_not_wait_behind_an_upload(keys):
+    """At 1 Mbit/s, 2 MB that an exchange has buffered take 16 s."""
+    link = Link(125e3)
+    async with served(keys["paris"]) as (node, port):
+        node.is_silent = True
+        with Proxy(port, there=[link]) as proxy:
+            async with dialler("berlin", keys["berlin"], proxy.port) as one, one.exchange("paris") as stream:
+
+                async def upload() -> None:
+                    for _ in range(4):
+                        await stream.send(pb.Frame(piece=pb.Piece(data=bytes(512 << 10))))
+
+                uploading = asyncio.ensure_future(upload())
+                while link.num_bytes < 100e3:
+                    await asyncio.sleep(0.05)
+                for _ in range(3):
+                    assert (await one.greet("paris", pb.Greeting(), 2.0)).round == 7
+                assert node.frames < 4
+                uploading.cancel()
+
+
+async def retried(call: Any) -> Any:
+    while True:
+        with contextlib.suppress(Broken, TimeoutError):
+            return await call()
+        await asyncio.sleep(0.1)

@@ -11,7 +11,7 @@ import numpy as np
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give
 from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.interfaces import Met, Plan, Read
+from noloco_jax.islands.interfaces import PATIENCE, Met, Plan, Read
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.partners import partner_by
@@ -19,7 +19,7 @@ from noloco_jax.islands.roster import Address, Member, Roster
 from noloco_jax.islands.start import begin
 from noloco_jax.outer.pairing import RandomPairing
 
-NUMBERS = 4  # of a model
+NUMBERS = 4  # of a fragment of a model
 Faults = Callable[[str, str, str], Any]  # (sender, receiver, kind of frame) -> awaitable, may raise `Broken`
 
 
@@ -48,13 +48,13 @@ class Delivered(Broken):
     """Fault after which a frame has arrived, but its sender does not know it."""
 
 
-class _Stream:
+class MemoryStream:
     """One end of a call in memory."""
 
     def __init__(self, me: str, peer: str, world: "Sea"):
         self._me, self._peer, self._world = me, peer, world
         self.arrived: asyncio.Queue[pb.Frame | None] = asyncio.Queue()
-        self.other: _Stream = self
+        self.other: MemoryStream = self
         self.is_over = False
 
     async def send(self, frame: pb.Frame) -> None:
@@ -89,7 +89,7 @@ class _Network:
     @contextlib.asynccontextmanager
     async def exchange(self, peer: str):
         there = self._world.reach(self._me, peer)
-        mine, theirs = _Stream(self._me, peer, self._world), _Stream(peer, self._me, self._world)
+        mine, theirs = self._world.stream(self._me, peer, self._world), self._world.stream(peer, self._me, self._world)
         mine.other, theirs.other = theirs, mine
 
         async def serve() -> None:
@@ -145,7 +145,7 @@ class Sim:
     ):
         self.world, self.name = world, name
         self.step_seconds = world.step_seconds if step_seconds is None else step_seconds
-        self.slow, self.momentum = np.zeros(NUMBERS), np.zeros(NUMBERS)
+        self.slow, self.momentum = np.zeros((2, world.fragments * NUMBERS))
         self.step = self.inner_steps = 0
         self.calls: set[asyncio.Task] = set()
         self.met: list[Met] = []
@@ -153,7 +153,7 @@ class Sim:
         self.inbox: list[Any] = []
         self.applied: list[tuple[int, np.ndarray]] = []
         self.stopped_until = self.finished_at = 0.0
-        self.target = np.random.default_rng([ord(letter) for letter in name]).normal(size=NUMBERS)
+        self.target = np.random.default_rng([ord(letter) for letter in name]).normal(size=self.slow.size)
         self.tamper: Callable[[np.ndarray], np.ndarray] = lambda message: message
         fields: dict[str, Any] = {
             "roster": world.roster,
@@ -161,6 +161,7 @@ class Sim:
             "partner": world.partner,
             "codec": Numbers(),
             "incarnation": 1,
+            "patience": PATIENCE * world.fragments,
             "fits": lambda round, step: True,
         }
         network, pace = _Network(name, world), Pace(world.steps_a_round, by_time)
@@ -191,7 +192,7 @@ class Sim:
     # As `State`.
 
     def num_bytes(self, kind: int) -> int:
-        return 8 * NUMBERS
+        return self.slow.nbytes
 
     async def weights(self, kind: int) -> bytes:
         return self.slow.tobytes()
@@ -218,20 +219,27 @@ class Sim:
         inbox, self.inbox = self.inbox, []
         for item in inbox:
             if isinstance(item, CaughtUp):
-                self.slow, self.momentum, self.step = item.leaves[0].copy(), np.zeros(NUMBERS), item.step
+                self.slow, self.momentum, self.step = item.leaves[0].copy(), np.zeros_like(self.slow), item.step
             else:
-                self.momentum = self.momentum + item[1]
-                self.slow = self.slow + item[1]
+                self.momentum[self._fragment(item[0])] += item[1]
+                self.slow[self._fragment(item[0])] += item[1]
                 self.applied.append(item)
 
     def end_round(self) -> None:
         """Take a solo step, of which the message waits for the partner's."""
-        delta = 0.1 * (self.target - self.slow)
-        honest = 0.7 * delta + 0.7 * self.slow
+        round = self.node.round + 1
+        part = self._fragment(round)
+        delta = 0.1 * (self.target[part] - self.slow[part])
+        honest = 0.7 * delta + 0.7 * self.slow[part]
         message, norm = self.tamper(honest), float(np.linalg.norm(honest))
-        self.momentum = 0.5 * self.momentum + 0.7 * delta
-        self.slow = self.slow + self.momentum
-        self.node.round_ended(self.node.round + 1, self.step, message, norm, 100)
+        self.momentum[part] = 0.5 * self.momentum[part] + 0.7 * delta
+        self.slow[part] += self.momentum[part]
+        lacking = [item[0] for item in self.inbox if not isinstance(item, CaughtUp)]
+        self.node.round_ended(round, self.step, message, norm, 100, lacking)
+
+    def _fragment(self, round: int) -> slice:
+        start = round % self.world.fragments * NUMBERS
+        return slice(start, start + NUMBERS)
 
     async def stop(self, after: float, seconds: float) -> None:
         """Stop the training for a while, after so many seconds."""
@@ -270,8 +278,19 @@ class Sim:
 class Sea:
     """All islands, and the network between them."""
 
-    def __init__(self, names: Sequence[str], *, step_seconds: float = 0.1, steps_a_round: int = 10, seed: int = 0):
-        self.names, self.partner = tuple(names), partner_by(RandomPairing(len(names)), 1)
+    stream: type[MemoryStream] = MemoryStream
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        step_seconds: float = 0.1,
+        steps_a_round: int = 10,
+        seed: int = 0,
+        fragments: int = 1,
+    ):
+        self.names, self.fragments = tuple(names), fragments
+        self.partner = partner_by(RandomPairing(len(names)), fragments)
         rows = [Member(i, name, Address("127.0.0.1", 7000 + i)) for i, name in enumerate(names)]
         self.roster = Roster("simulation", tuple(rows), len(rows))
         self.random = random.Random(seed)

@@ -31,10 +31,22 @@ class LiveIsland(threading.Thread):
       roster: path of its file, or the `Roster`.
       folder: of the islands' workdirs.
       keys: folder of the island's keys; None: without TLS.
+      weights: the array.
+      step_seconds: of an inner step.
       **fields: further ones of the `LinkPlan`.
     """
 
-    def __init__(self, name: str, roster: Path | Roster, folder: Path, keys: Path | None = None, **fields: Any):
+    def __init__(
+        self,
+        name: str,
+        roster: Path | Roster,
+        folder: Path,
+        keys: Path | None = None,
+        *,
+        weights: np.ndarray = WEIGHTS,
+        step_seconds: float = 0.02,
+        **fields: Any,
+    ):
         super().__init__(daemon=True)
         self.lines, self.met, workdir = list[str](), list[Any](), folder / f"work-{name}"
         workdir.mkdir(exist_ok=True)
@@ -45,15 +57,16 @@ class LiveIsland(threading.Thread):
             roster=newest,
             credentials=credentials,
             partner=partner_by(RandomPairing(len(newest.names)), 1),
-            codec=codec_of(wire_of("float32"), [WEIGHTS], [WEIGHTS], [1]),
-            forms=StateForms(specs_of([WEIGHTS, STEP]), 1, [1]),
+            codec=codec_of(wire_of("float32"), [weights], [weights], [1]),
+            forms=StateForms(specs_of([weights, STEP]), 1, [1]),
             workdir=workdir,
             incarnation=time.time_ns() // 1_000_000,
             steps_per_round=5,
             **facts,
         )
         self.name, self.link = name, Link(plan, self.lines.append)
-        self.weights, self.step, self.round = WEIGHTS, 0, -1
+        self.weights, self.step, self.round = weights, 0, -1
+        self._step_seconds = step_seconds
         self.stopping, self.error = threading.Event(), None
 
     def run(self) -> None:
@@ -83,9 +96,9 @@ class LiveIsland(threading.Thread):
                 state = {0: self.weights.copy(), 1: np.int32(self.step) * np.ones((), np.int32)}
                 self.link.copies.give({number: state[number] for number in wanted}, self.round, self.step)
             self.link.stride(1)
-            time.sleep(0.02 + self.link.pace.pause())
+            time.sleep(self._step_seconds + self.link.pace.pause())
             self.step += 1
-            self.weights = self.weights + np.float32(0.01) * rng.normal(size=(3, 5)).astype(np.float32)
+            self.weights = self.weights + np.float32(0.01) * rng.normal(size=self.weights.shape).astype(np.float32)
             if self.step % 5 == 0:
                 self.round += 1
                 norm = float(np.linalg.norm(self.weights))

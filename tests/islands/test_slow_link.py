@@ -1,0 +1,179 @@
+"""Islands whose links are too slow for their messages: what is exchanged, how late, and what it does to the weights."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from noloco_jax.islands import exchange
+from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.link_advice import settings_that_fit
+from noloco_jax.simulate.cost import Setting
+from noloco_jax.simulate.report import completed_share
+from support import slow_links
+from support.island_world import Sim
+from support.slow_links import MESSAGE_BYTES, SlowSea
+
+ALLOWED = {0.5: 0.99, 0.95: 0.99, 1.05: 0.93, 1.25: 0.75, 1.6: 0.58}  # rounds a message takes -> share completed
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(exchange, "PIECE_BYTES", slow_links.PIECE_BYTES)
+
+
+async def train(sea: SlowSea, num_rounds: int) -> tuple[list[Sim], list[float]]:
+    """Train all islands; return them, and the spread of their weights after every round."""
+    sims, spreads = [sea.add(name) for name in sea.names], list[float]()
+    for sim in sims:
+        sim.target = sim.target + 3.0  # so that messages do not become small beside what differs
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(sea.step_seconds * sea.steps_a_round)
+            weights = np.stack([sim.slow for sim in sims])
+            spreads.append(float(np.sqrt(np.mean((weights - weights.mean(axis=0)) ** 2))))
+
+    watching = asyncio.ensure_future(watch())
+    await asyncio.gather(*(sim.train(num_rounds * sea.steps_a_round) for sim in sims))
+    watching.cancel()
+    return sims, spreads[:num_rounds]
+
+
+def completed(sims: list[Sim], num_rounds: int) -> float:
+    """Return the share of exchanges that were completed, but for the last rounds', which the end cuts off."""
+    last = num_rounds - 5 * sims[0].world.fragments
+    outcomes = [met.outcome in ("met", "late") for sim in sims for met in sim.met if met.round < last]
+    return sum(outcomes) / len(outcomes)
+
+
+def setting_of(load: float, num_islands: int, fragments: int) -> Setting:
+    """Return the setting of `simulate` for a run with rounds of a second."""
+    bandwidth = 8 * 4e6 / fragments / load
+    return Setting(
+        params=1e6,
+        bandwidth=bandwidth,
+        latency=0.3,
+        step_time=0.1,
+        replicas=num_islands,
+        sync_every=10 * fragments,
+        fragments=fragments,
+        islands=True,
+    )
+
+
+@pytest.mark.parametrize("load", ALLOWED)
+@pytest.mark.parametrize(
+    ("num_islands", "fragments"),
+    [(2, 1), (8, 1), (4, 8), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(4, 1), (2, 8), (8, 8)])],
+)
+async def test_a_link_completes_nearly_all_that_it_has_time_for(load, num_islands, fragments):
+    sea = SlowSea("abcdefgh"[:num_islands], load, fragments=fragments)
+    num_rounds = 160
+    sims, _ = await train(sea, num_rounds)
+    share = completed(sims, num_rounds)
+    assert share >= ALLOWED[load]
+    assert share == pytest.approx(completed_share(setting_of(load, num_islands, fragments)), rel=0.15)
+    assert max(sim.finished_at for sim in sims) < 1.1 * num_rounds  # nobody waits
+    committed = sum(sim.node.meetings.committed for sim in sims)
+    assert sum(sea.sent.values()) < 1.06 * committed * MESSAGE_BYTES  # little is sent in vain
+    assert max(met.steps_late or 0 for sim in sims for met in sim.met) <= 80  # eight rounds
+
+
+@pytest.mark.parametrize("num_islands", [2, 4])
+@pytest.mark.parametrize("load", [0.95, 1.05, 1.6])
+async def test_corrections_that_come_after_the_next_message_bring_islands_together(load, num_islands):
+    """In full they would drive two islands apart, by a tenth in every round."""
+    names, num_rounds = "abcd"[:num_islands], 120
+    _, alone = await train(SlowSea(names, 1000.0), num_rounds)
+    _, together = await train(SlowSea(names, load), num_rounds)
+    assert np.mean(together[60:]) < 0.5 * np.mean(alone[60:])
+
+
+@pytest.mark.parametrize("latency", [0.1, 0.3])
+async def test_latency_costs_neither_exchanges_nor_time(latency):
+    sea = SlowSea("abcd", 0.3, latency)
+    sims, _ = await train(sea, 100)
+    assert completed(sims, 100) >= 0.99
+    assert max(sim.finished_at for sim in sims) < 1.03 * 100
+
+
+async def test_what_a_broken_call_has_brought_is_not_sent_again():
+    """A call brings a whole message only now and then."""
+    sea, pieces = SlowSea("ab", 0.5), MESSAGE_BYTES // slow_links.PIECE_BYTES
+
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        if kind == "piece" and sea.random.random() < 1 / pieces:
+            raise Broken("a fault of the test")
+
+    sea.faults = faults
+    sims, _ = await train(sea, 100)
+    ours, theirs = (dict(sim.applied) for sim in sims)
+    for round in ours.keys() & theirs.keys():
+        np.testing.assert_array_equal(ours[round] + theirs[round], 0.0)
+    assert len(ours.keys() ^ theirs.keys()) <= sum(sim.node.meetings.one_sided for sim in sims)
+    assert completed(sims, 100) > 0.8
+    committed = sum(sim.node.meetings.committed for sim in sims)
+    assert sum(sea.sent.values()) < 1.25 * committed * MESSAGE_BYTES
+
+
+async def test_a_partner_that_stops_in_the_middle_of_a_message_costs_the_others_nothing():
+    sea = SlowSea("abcd", 0.6)
+    is_stopped = asyncio.Event()
+
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        if kind == "piece" and "d" in (sender, receiver) and is_stopped.is_set():
+            await asyncio.Event().wait()
+
+    sea.faults = faults
+    asyncio.get_running_loop().call_later(20.5, is_stopped.set)
+    sims, _ = await train(sea, 80)
+    for sim in sims[:3]:
+        due = [met for met in sim.met if met.partner != "d" and met.round < 75]
+        assert sum(met.outcome in ("met", "late") for met in due) >= 0.97 * len(due)
+        assert len(sim.node.meetings._open) <= 5
+
+
+async def test_a_partner_that_sends_its_message_for_ever_costs_the_others_little():
+    """A piece every ten seconds, so that its calls are never silent: an exchange of it flows until it is given up."""
+    sea = SlowSea("abcd", 0.6)
+
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        if kind == "piece" and sender == "d":
+            await asyncio.sleep(10.0)
+
+    sea.faults = faults
+    sims, most = [sea.add(name) for name in sea.names], 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            await asyncio.sleep(0.5)
+            most = max(most, *(len(sim.node.meetings._open) for sim in sims[:3]))
+
+    watching = asyncio.ensure_future(watch())
+    await asyncio.gather(*(sim.train(1000) for sim in sims))
+    watching.cancel()
+    for sim in sims[:3]:
+        due = [met for met in sim.met if met.partner != "d" and met.round < 95]
+        assert sum(met.outcome in ("met", "late") for met in due) >= 0.95 * len(due)
+    assert most <= 6
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.9, None), (1.6, 0.62)])
+async def test_a_link_that_is_too_slow_is_told_once_with_what_would_fit(load, told):
+    sea = SlowSea("ab", load)
+    sims = [sea.add(name, advice=lambda share: f"fit {share:.2f}") for name in "ab"]
+    await asyncio.gather(*(sim.train(1000) for sim in sims))
+    for sim, other in zip(sims, "ba", strict=True):
+        lines = [line for line in sim.lines if "carries" in line]
+        assert len(lines) == (told is not None)
+        for line in lines:
+            assert line.startswith(f"the link to {other} carries 0.")
+            assert float(line.split(": fit ")[1]) == pytest.approx(told, abs=0.08)
+
+
+def test_settings_that_fit_are_a_narrower_format_or_a_longer_interval():
+    assert settings_that_fit("float32", 50, 0.8) == "give outer.wire=bfloat16 or outer.sync_every=63"
+    assert settings_that_fit("float32", 50, 0.3) == "give outer.wire=int8 or outer.sync_every=167"
+    assert settings_that_fit("modulo4", 10, 0.5) == "give outer.sync_every=20"
