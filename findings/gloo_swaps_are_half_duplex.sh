@@ -4,6 +4,7 @@
 # takes the link's time. Seen when one process is 50 ms later than the other, as training processes are.
 # Needs root, iproute2 and unshare: two network namespaces are joined by a link of 20 Mbit/s in each direction.
 set -euo pipefail
+[ "$(id -u)" = 0 ] || { echo "run this as root" >&2 && exit 1; }
 folder=$(mktemp -d)
 holders=()
 trap 'kill "${holders[@]}" 2>/dev/null || true; rm -rf "$folder"' EXIT
@@ -55,7 +56,7 @@ PYTHON
 hold() { # makes a namespace with a host name, whose processes find both names; prints its process
     unshare --net --uts --mount sh -ec "hostname end$1; mount --bind $folder/hosts /etc/hosts
         ip link set lo up; touch $folder/ready$1; exec sleep 600" >/dev/null 2>&1 &
-    until [ -e "$folder/ready$1" ]; do sleep 0.1; done
+    until [ -e "$folder/ready$1" ]; do kill -0 $! && sleep 0.1; done
     echo $!
 }
 printf '127.0.0.1 localhost\n10.0.0.1 end0\n10.0.0.2 end1\n' >"$folder/hosts"

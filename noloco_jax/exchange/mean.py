@@ -4,7 +4,7 @@
 
 Q(x) is what a receiver decodes. Replicas move by differences of decoded messages: equal replicas stay equal, the
 corrections of a group sum to zero, and each replica keeps what is below the format's resolution. Every member of a
-group sends its whole message to every other, by `lax.ppermute`; a `lax.switch` over the pool of the pairing chooses
+group sends its whole message to every other, by `swap.move`; a `lax.switch` over the pool of the pairing chooses
 the receivers at run time.
 """
 

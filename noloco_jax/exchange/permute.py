@@ -47,7 +47,7 @@ def lower(sources: np.ndarray, num_devices: int, num_slots: int) -> Routes:
     """Compute the routes of permutations of N = D·L replicas, replica i in slot i mod L of device i // L.
 
     The numbers of replicas that go from one device to another form a D×D matrix whose rows and columns all sum to L, so
-    it is a sum of permutation matrices (Birkhoff, König), each of which is one `ppermute`. Permutations that move whole
+    it is a sum of permutation matrices (Birkhoff, König), each of which is one `move`. Permutations that move whole
     blocks of devices take a single one.
 
     Args:

@@ -28,7 +28,7 @@ SMALL_BYTES = 2**16
 _PROBE_BYTES = 2**19  # at most, of the messages by which the forms are compared
 _PROBES, _MORE_PROBES = 2, 6  # the fastest counts; more if they are quick, as noise is then a larger part
 _QUICK = 0.1  # seconds
-_sums_are_faster = True  # between this run's processes; `choose_form` measures it
+_sums_are_faster = True  # between the processes; the trainer measures it by `choose_form`
 
 
 def move(x: jax.Array, destinations: Sequence[int], device_axes: tuple[str, ...]) -> jax.Array:
@@ -88,7 +88,7 @@ def choose_form(mesh: Mesh, num_bytes: int) -> str | None:
     All processes call this with the same arguments, and choose alike.
 
     Args:
-      mesh: devices of the exchange, with an axis `replica`.
+      mesh: devices of the exchange.
       num_bytes: size of the run's messages; at most 512 KiB of it are swapped.
 
     Returns:
@@ -98,7 +98,7 @@ def choose_form(mesh: Mesh, num_bytes: int) -> str | None:
     global _sums_are_faster
     devices = list(mesh.devices.flat)
     is_between_cpus = devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
-    if num_bytes <= SMALL_BYTES or not is_between_cpus:
+    if num_bytes <= SMALL_BYTES or not is_between_cpus or mesh.shape["replica"] == 1:
         return None
     length = min(num_bytes, _PROBE_BYTES) // 4
     by_permutation, by_sum = (_swap_program(form, mesh, length) for form in (_move, move_by_sums))

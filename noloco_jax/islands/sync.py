@@ -79,6 +79,9 @@ class IslandSync:
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         return self._steps.between_steps(state)
 
+    def wait(self) -> None:
+        """Return at once: an island waits for no exchange."""
+
     def leave(self, finished: bool) -> None:
         if self._steps.link is None or (finished and self._merge is not None):  # the merge has told the peers
             return

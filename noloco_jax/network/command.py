@@ -1,6 +1,6 @@
 """Train on slow links between network namespaces of this machine, and compare methods by time.
 
-    sudo python -m noloco_jax.network --config=configs/c4_bytes.py --config.data.path=c4/en --rates=20Mbit,100Mbit \\
+    python -m noloco_jax.network --config=configs/c4_bytes.py --config.data.path=c4/en --rates=20Mbit,100Mbit \\
         --methods=ddp,diloco,noloco --workdir=DIR
 
 Every run has a process on each of --hosts hosts, whose link to one switch has so many bits a second in each direction
@@ -10,25 +10,35 @@ trains every noloco variant without a delay as islands, one on each host. The sa
 
 Printed and written to DIR/network.md and DIR/network.png: seconds of a step and of an exchange, what the link needs at
 least for the bytes, the share of time computing, tokens a second, perplexity, and the seconds until --perplexity is
-reached. Evaluations are not counted. *computing*: the time of a step without exchanges (`local`, as many processes)
-over that of a step. *exchange*: the time by which an exchange makes the run longer.
+reached. Evaluations are not counted, saves are. *computing*: the time of a step without exchanges (`local`, as many
+processes) over that of a step. *exchange*: the time by which an exchange makes the run longer.
 
-Needs root and iproute2. The network is gone when the command ends.
+Run it as root, with iproute2 installed. The network is gone when the command ends.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import re
+import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_jax.compare.command import with_plans
 from noloco_jax.compare.plan import Run, make_plan
 from noloco_jax.compare.variants import make_variants
-from noloco_jax.config import TrainConfig, from_dict, load_config, make_parser, split_overrides, to_dict
+from noloco_jax.config import (
+    CONFIG_FILE,
+    TrainConfig,
+    changes,
+    from_dict,
+    load_saved,
+    make_parser,
+    split_overrides,
+    to_dict,
+)
 from noloco_jax.data import RunData
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, one_command_in, write_whole
@@ -41,7 +51,7 @@ from noloco_jax.network.report import Row, draw, table
 from noloco_jax.network.runs import train, train_islands
 
 UNLIMITED = "unlimited"
-_ALONE_STEPS = 60  # of the run that measures a step without exchanges
+_ALONE_STEPS, _ALONE_LOG = 60, 5  # of the run that measures a step without exchanges
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         RunData(data, seed=0, vocab_size=vocabulary).check(replicas)
     check_host()
     check_writable(flags.workdir)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the runs are told to save
     console = make_console()
     with one_command_in(flags.workdir, "lock", f"{flags.workdir} is in use"), full_disk_told(flags.workdir):
         rows: list[Row] = []
@@ -120,10 +131,16 @@ def _check(hosts: int, runs: Sequence[Run], islands: bool) -> None:
                 f"--islands trains one replica on a host, and there are {hosts} hosts for num_replicas="
                 f"{run.config.num_replicas} of {run.variant.name}: make them equal"
             )
-        if not run.config.eval_every or run.config.eval_every % run.config.log_every:
+        every, logged, steps = run.config.eval_every, run.config.log_every, run.config.num_steps
+        if not every or every % logged:
             raise UserError(
-                f"eval_every={run.config.eval_every} is no multiple of log_every={run.config.log_every}, by which "
-                "evaluations are told from steps: change one"
+                f"--config.eval_every={every} of {run.variant.name} is no multiple of --config.log_every={logged}: give "
+                "one, as evaluations are told from steps by the lines of a log"
+            )
+        if steps < 2 * max(logged, _ALONE_LOG):
+            raise UserError(
+                f"--config.num_steps={steps} of {run.variant.name} has fewer than two lines of a log: give at least "
+                f"{2 * max(logged, _ALONE_LOG)}, or a smaller --config.log_every={logged}"
             )
 
 
@@ -136,12 +153,19 @@ def _forms(runs: Sequence[Run], islands: bool) -> list[tuple[Run, bool]]:
 def _trained(folder: Path, config: TrainConfig, rates: Sequence[float], latency: float, as_islands: bool) -> Path:
     """Train a run unless it is finished; return the workdir with its metrics."""
     workdir = folder / "host0" if as_islands else folder
+    if (workdir / CONFIG_FILE).exists():
+        for field, there, here, on_resume in changes(load_saved(workdir), config):
+            if on_resume != "free":
+                raise UserError(
+                    f"{folder} was trained with {field}={there!r} and this run has {here!r}: give the same value, or "
+                    "another --workdir"
+                )
     if _is_finished(workdir, config.num_steps):
         return workdir
     folder.mkdir(exist_ok=True)
     planned = folder / "planned.json"
     write_whole(planned, json.dumps(to_dict(config)))
-    with tempfile.TemporaryDirectory() as names, Hosts(rates, latency, Path(names)) as hosts:
+    with Hosts(rates, latency, folder) as hosts:
         (train_islands if as_islands else train)(hosts, len(rates), planned, folder)
     return workdir
 
@@ -155,11 +179,8 @@ def _is_finished(workdir: Path, step: int) -> bool:
 def _seconds_alone(config: TrainConfig, hosts: int, workdir: Path) -> float:
     """Return the seconds of an inner step of as many processes that exchange nothing, from a run of its own."""
     steps = min(config.num_steps, _ALONE_STEPS)
-    settings = {"method": "local", "num_steps": steps, "eval_every": steps, "checkpoint_every": steps, "log_every": 5}
-    with tempfile.TemporaryDirectory() as folder:
-        planned = Path(folder) / "planned.json"
-        planned.write_text(json.dumps(to_dict(config)))
-        alone = from_dict(load_config(str(planned), [f"--config.{name}={value}" for name, value in settings.items()]))
-    optimizer = f"{config.inner.optimizer}-{config.num_replicas}-{config.data.batch_size}-{hosts}"
-    folder = _trained(workdir / f"alone-{optimizer}", alone, [math.inf] * hosts, 0.0, False)
-    return step_seconds(folder)
+    settings = {"num_steps": steps, "eval_every": steps, "checkpoint_every": steps, "log_every": _ALONE_LOG}
+    own = {name: value for name, value in to_dict(config).items() if name != "outer"} | settings
+    alone = from_dict(own | {"method": "local", "eval_batches": 1})
+    digest = hashlib.sha256(json.dumps(to_dict(alone), sort_keys=True).encode()).hexdigest()[:8]
+    return step_seconds(_trained(workdir / f"alone-{digest}", alone, [math.inf] * hosts, 0.0, False))

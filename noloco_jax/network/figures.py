@@ -13,7 +13,7 @@ from noloco_jax.metrics.writer import read_metrics
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run did on its links; seconds are without those of evaluations.
+    """Figures of a run on its links; seconds are without those of evaluations.
 
     Attributes:
       step_seconds: of an inner step, its share of the exchanges included.

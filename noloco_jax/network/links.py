@@ -6,10 +6,8 @@ with the process that made them, however that ends.
 """
 
 import contextlib
-import ctypes
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,13 +16,12 @@ from typing import Any
 
 from noloco_jax.errors import UserError
 
-_PR_SET_PDEATHSIG = 1  # of prctl
-_NEEDED = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_NEEDED = {"ip": "iproute2", "tc": "iproute2", **dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux")}
+_END_WITH_PARENT = ("setpriv", "--pdeathsig=KILL", "--")
 _BURST = 65_536  # bytes that a link may send at once
 _TICKS = 200  # bursts a second, at least, by which the kernel's token bucket reaches a fast link's rate
 _QUEUE_SECONDS = 0.2  # how long a packet waits at most before it is dropped
 _WAIT_SECONDS = 30.0
-_libc = ctypes.CDLL(None)
 
 
 def check_host() -> None:
@@ -35,8 +32,10 @@ def check_host() -> None:
         if shutil.which(program) is None:
             raise UserError(f"a slow network needs the command {program}: install {package}")
     limit = "tc qdisc add dev end0 root tbf rate 1mbit burst 64kb latency 100ms"
-    probe = f"ip link add end0 type veth peer name end1 && {limit}"
-    tried = subprocess.run(["unshare", "--net", "sh", "-c", probe], capture_output=True, text=True, check=False)
+    links = f"ip link add bridge type bridge && ip link add end0 type veth peer name end1 && {limit}"
+    names = "hostname probe && mount --bind /etc/hosts /etc/hosts"
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-ec", f"{links} && {names}"]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
     if tried.returncode:
         raise UserError(f"the kernel refuses namespaces or limited links ({' '.join(tried.stderr.split())[:200]})")
 
@@ -75,17 +74,20 @@ class Hosts:
         return f"10.0.0.{host + 1}"
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command on a host; it ends with this process. `options` are those of `subprocess.Popen`."""
+        """Start a command on a host, in a session of its own; it ends with this process.
+
+        Args:
+          host: its number.
+          command: program and arguments.
+          **options: those of `subprocess.Popen`.
+        """
         inside = ["nsenter", f"--target={self._held[host + 1].pid}", "--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
-        return subprocess.Popen([*inside, "--", *command], preexec_fn=_end_with_parent, **options)
+        return subprocess.Popen([*_END_WITH_PARENT, *inside, "--", *command], start_new_session=True, **options)
 
     def _hold(self, stack: contextlib.ExitStack, setup: str) -> None:
         command = ["unshare", "--net", "--uts", "--mount", "sh", "-ec", f"{setup}\necho ready\nexec sleep infinity"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_parent)
-        stack.callback(_end, process)
-        self._held.append(process)
-        assert process.stdout is not None
-        if process.stdout.readline() != "ready\n":
+        self._held.append(process := _start(stack, command))
+        if not _is_ready(process):
             raise RuntimeError(f"a network namespace could not be made by: {setup}")
 
     def _link(self, stack: contextlib.ExitStack) -> None:
@@ -122,26 +124,24 @@ class Hosts:
 
     def _delay_by_forwarder(self, stack: contextlib.ExitStack) -> None:
         """Make links of tap devices, whose packets a process holds for half of the latency at each end."""
-        arguments = [str(self._latency / 2), *(str(host.pid) for host in self._held[1:])]
-        command = [
-            "nsenter",
-            f"--target={self._held[0].pid}",
-            "--net",
-            sys.executable,
-            "-m",
-            "noloco_jax.network.delay",
-        ]
-        process = subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_parent
-        )
-        stack.callback(_end, process)
-        assert process.stdout is not None
-        if process.stdout.readline() != "ready\n":
+        program = [sys.executable, "-m", "noloco_jax.network.delay", str(self._latency / 2)]
+        command = ["nsenter", f"--target={self._held[0].pid}", "--net", *program]
+        command += [str(host.pid) for host in self._held[1:]]
+        if not _is_ready(_start(stack, command, stderr=subprocess.DEVNULL)):
             raise UserError("links with a latency need /dev/net/tun, or netem in the kernel: leave --latency at 0")
 
 
-def _end_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _start(stack: contextlib.ExitStack, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start a process that ends with the stack, or with this process; a terminal's Ctrl-C does not reach it."""
+    command = [*_END_WITH_PARENT, *command]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, **options)
+    stack.callback(_end, process)
+    return process
+
+
+def _is_ready(process: subprocess.Popen[str]) -> bool:
+    assert process.stdout is not None
+    return process.stdout.readline() == "ready\n"
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -28,7 +28,9 @@ def train(hosts: Hosts, number: int, config: Path, workdir: Path) -> None:
     """
     command = [sys.executable, "-m", "noloco_jax.train", f"--config={config}", f"--workdir={workdir}"]
     of_all = {"JAX_COORDINATOR_ADDRESS": f"{hosts.address(0)}:{_COORDINATOR_PORT}", "JAX_NUM_PROCESSES": str(number)}
-    _run(hosts, [command] * number, workdir, [{**of_all, "JAX_PROCESS_ID": str(host)} for host in range(number)])
+    run_on_hosts(
+        hosts, [command] * number, workdir, [{**of_all, "JAX_PROCESS_ID": str(host)} for host in range(number)]
+    )
 
 
 def train_islands(hosts: Hosts, number: int, config: Path, workdir: Path) -> None:
@@ -41,15 +43,21 @@ def train_islands(hosts: Hosts, number: int, config: Path, workdir: Path) -> Non
     if not roster.exists():
         rows = [f'[[island]]\nname = "host{i}"\naddress = "{hosts.address(i)}:{_ISLAND_PORT}"\n' for i in range(number)]
         roster.write_text("\n".join(['run = "network"\n', *rows]))
-        with (workdir / "keys.log").open("w") as log, contextlib.redirect_stdout(log):
-            members.keys(argparse.Namespace(roster=roster, out=keys, days=90, replace=[]))
+    with (workdir / "keys.log").open("w") as log, contextlib.redirect_stdout(log):
+        members.keys(argparse.Namespace(roster=roster, out=keys, days=90, replace=[]))  # those that are missing
     common = [sys.executable, "-m", "noloco_jax.island", "train", f"--config={config}", f"--roster={roster}"]
     own = [[f"--name=host{i}", f"--keys={keys}/host{i}", f"--workdir={workdir}/host{i}"] for i in range(number)]
-    _run(hosts, [[*common, *flags] for flags in own], workdir, [{}] * number)
+    run_on_hosts(hosts, [[*common, *flags] for flags in own], workdir, [{}] * number)
 
 
-def _run(hosts: Hosts, commands: Sequence[Sequence[str]], workdir: Path, variables: Sequence[dict[str, str]]) -> None:
-    """Run a command on each host to its end, with its output in WORKDIR/hostI.log; if one fails, end the others."""
+def run_on_hosts(
+    hosts: Hosts, commands: Sequence[Sequence[str]], workdir: Path, variables: Sequence[dict[str, str]]
+) -> None:
+    """Run a command on each host to its end, with its output in WORKDIR/hostI.log; if one fails, end the others.
+
+    Raises:
+      UserError: if one fails.
+    """
     logs = [workdir / f"host{host}.log" for host in range(len(commands))]
     processes: list[subprocess.Popen[Any]] = []
     try:
@@ -57,12 +65,14 @@ def _run(hosts: Hosts, commands: Sequence[Sequence[str]], workdir: Path, variabl
             with log.open("ab") as output:
                 options = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
                 environment = os.environ | {"JAX_PLATFORMS": "cpu"} | own
-                processes.append(hosts.start(host, command, env=environment, start_new_session=True, **options))
-        while any(process.poll() is None for process in processes):
-            failed = [i for i, process in enumerate(processes) if process.poll()]
-            if failed:
+                processes.append(hosts.start(host, command, env=environment, **options))
+        while True:
+            statuses = [process.poll() for process in processes]
+            if failed := [i for i, status in enumerate(statuses) if status]:
                 words = logs[failed[0]].read_text(errors="replace").strip().splitlines() or ["no word"]
                 raise UserError(f"the process on host{failed[0]} failed: {words[-1]} ({logs[failed[0]]})")
+            if None not in statuses:
+                break
             time.sleep(_POLL_SECONDS)
     finally:
         for process in processes:
@@ -73,5 +83,5 @@ def _run(hosts: Hosts, commands: Sequence[Sequence[str]], workdir: Path, variabl
             try:
                 process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # workers that read data too
                 process.wait()

@@ -200,6 +200,11 @@ class HostExchange:
         """Return what the exchange gave of outer step `number`, on the run's devices, once it is dispatched."""
         return self._on_devices(self._under_way.pop(number).result(), self._background.arriving)
 
+    def wait(self) -> None:
+        """Wait for all exchanges in flight, so that every process launches what follows after them."""
+        for begun in self._under_way.values():
+            jax.block_until_ready(begun.result())
+
     def close(self) -> None:
         """End the thread after it has dispatched every exchange that was begun."""
         self._thread.shutdown()

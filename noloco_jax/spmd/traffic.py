@@ -110,5 +110,5 @@ def _collective(equation: Any, times: Fraction, mesh_shape: Mapping[str, int]) -
     crossed = tuple(axis for axis in axes if mesh_shape[axis] > 1)
     groups = [*map(len, equation.params.get("axis_index_groups") or ())] or [number]
     parts = 1 + (operation in _REDUCTIONS)  # of 1/n of the operand, sent to each other member of a group of n
-    shares = sum(Fraction(n - 1) * (n if operation.startswith("all_gather") else parts) for n in groups) / number
-    return Collective(operation, crossed, size, size * shares if "replica" in crossed else Fraction(0), times)
+    copies = sum((n - 1) * (n if operation.startswith("all_gather") else parts) for n in groups)
+    return Collective(operation, crossed, size, Fraction(size * copies * ("replica" in crossed), number), times)

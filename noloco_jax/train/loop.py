@@ -109,7 +109,8 @@ def _report_news(run: Run, step: int, log: StepLog) -> None:
 
 
 def _evaluate(run: Run, state: TrainState, step: int, log: StepLog) -> None:
-    jax.block_until_ready(state.params)  # an exchange under way is not part of the evaluation
+    run.sync.wait()  # an exchange under way is no part of the evaluation, and collectives have one order everywhere
+    jax.block_until_ready(state.params)
     started = time.perf_counter()
     evaluation = run.evaluate(state.params)
     if jax.process_index() == 0:

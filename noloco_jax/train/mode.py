@@ -127,7 +127,7 @@ class WholeRun(Mode):
         report: Callable[[str], None],
         tokenizer: str | None,
     ) -> bool:
-        if method_of(config).pairing is not None and (line := choose_form(self._exchange_mesh, self._outer_bytes)):
+        if method_of(config).has_outer_steps and (line := choose_form(self._exchange_mesh, self._outer_bytes)):
             report(line)
         return True
 

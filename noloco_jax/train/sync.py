@@ -89,6 +89,9 @@ class Sync(Protocol):
         """
         return state, {}
 
+    def wait(self) -> None:
+        """Return once what is exchanged is here, whenever it is due; all processes then go on alike."""
+
     def leave(self, finished: bool) -> None:
         """Begin no further exchange, as a save follows with which the run stops, or is `finished`."""
 
@@ -217,6 +220,9 @@ class BackgroundSync(CollectiveSync):
         for number in self._exchange.under_way:
             state = self._store(state, number)
         return state, {}
+
+    def wait(self) -> None:
+        self._exchange.wait()
 
     def close(self, state: TrainState, finished: bool) -> None:
         self._exchange.close()

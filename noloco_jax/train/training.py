@@ -192,7 +192,7 @@ def _check(
 
 def _check_room(setup: _Setup, *, only_warn: bool) -> None:
     """Raise `TransientError` where a checkpoint does not fit on the disk; a dry run may be for another machine."""
-    message = without_room(setup.workdir, checkpoint_bytes(setup.programs))
+    message = setup.processes.broadcast(lambda: without_room(setup.workdir, checkpoint_bytes(setup.programs)))
     if message and not only_warn:
         raise TransientError(message)
     if message and jax.process_index() == 0:

@@ -38,7 +38,11 @@ def test_pairs_on_a_slow_link_take_the_time_of_their_bytes(tmp_path: Path, monke
         (["--rates=1Mbit", "--hosts=3"], "--hosts=3 does not divide num_replicas=2 of noloco"),
         (["--rates=1Mbit", "--hosts=1"], "--hosts=1: give 2 to 250 hosts"),
         (["--rates=1Mbit", "--islands", "--config.num_replicas=4"], "2 hosts for num_replicas=4 of noloco"),
-        (["--rates=1Mbit", "--config.eval_every=5", "--config.log_every=2"], "eval_every=5 is no multiple"),
+        (
+            ["--rates=1Mbit", "--config.eval_every=5", "--config.log_every=2"],
+            "--config.eval_every=5 of noloco is no multiple",
+        ),
+        (["--rates=1Mbit", "--config.num_steps=8"], "--config.num_steps=8 of noloco has fewer than two lines"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_made(flags, message, tmp_path: Path):

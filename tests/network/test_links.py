@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.errors import UserError
+from noloco_jax.network import runs
 from noloco_jax.network.links import Hosts, check_host
 
 pytestmark = pytest.mark.real_time
@@ -70,6 +71,11 @@ def test_a_byte_and_its_answer_take_two_latencies(tmp_path: Path):
         assert transfer(hosts, 1) == pytest.approx(0.1, abs=0.04)
 
 
+def test_processes_that_fail_at_the_same_moment_are_an_error_with_the_last_line_of_the_log(tmp_path: Path):
+    with Hosts([float("inf")] * 2, 0, tmp_path) as hosts, pytest.raises(UserError, match="host0 failed: too bad"):
+        runs.run_on_hosts(hosts, [["sh", "-c", "echo too bad; exit 2"]] * 2, tmp_path, [{}] * 2)
+
+
 def namespaces() -> set[str]:
     """Return the network namespaces of all processes."""
     found = set()
@@ -95,10 +101,11 @@ with Hosts([1e6] * 2, 0.01, Path(sys.argv[1])) as hosts:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_hosts_however_their_process_ends(tmp_path: Path, number: int):
     before = namespaces()
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     wait_for(process)
     assert len(namespaces() - before) == 3  # the switch and two hosts
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # a terminal's Ctrl-C comes to the whole group
     process.communicate(timeout=30)
     deadline = time.monotonic() + 10
     while left := namespaces() - before:

@@ -14,6 +14,7 @@ TOOLS = (
     "bench",
     "compare",
     "communication",
+    "network",
     "simulate",
     "evaluate",
     "export",

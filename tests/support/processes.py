@@ -28,7 +28,7 @@ UNLISTED = {"digests.txt", "_CHECKPOINT_METADATA"} | {
     f"{item}commit_success.txt" for item in ("", "state/", "data/", "run/")
 }
 TIMINGS = (
-    *("tokens_per_second", "outer_step_seconds", "time"),
+    *("tokens_per_second", "outer_step_seconds", "evaluation_seconds", "time"),
     *("seconds", "seconds_waiting_for_data", "seconds_in_outer_steps"),
 )
 

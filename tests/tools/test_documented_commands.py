@@ -50,6 +50,7 @@ DRY = ["--config.data.path=c4/en", "--config.data.tokenizer=byte", "--workdir=ru
 # Tools whose commands take minutes, set the number of devices or need peers, and the tests that run them.
 ELSEWHERE = {
     "communication": "communication/test_report.py",
+    "network": "network/test_command.py",
     "bench": "bench/test_command.py",
     "island status": "islands/test_status.py",
     "island merge": "islands/test_merge.py",
