@@ -134,8 +134,8 @@ def _check(hosts: int, runs: Sequence[Run], islands: bool) -> None:
         every, logged, steps = run.config.eval_every, run.config.log_every, run.config.num_steps
         if not every or every % logged:
             raise UserError(
-                f"--config.eval_every={every} of {run.variant.name} is no multiple of --config.log_every={logged}: give "
-                "one, as evaluations are told from steps by the lines of a log"
+                f"--config.eval_every={every} of {run.variant.name} is no multiple of --config.log_every={logged}, by "
+                "whose lines evaluations are told from steps: change one"
             )
         if steps < 2 * max(logged, _ALONE_LOG):
             raise UserError(
