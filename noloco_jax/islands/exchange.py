@@ -24,7 +24,7 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.bounds import LARGEST
 from noloco_jax.islands.interfaces import Codec, Read, Stream
 
-PIECE_BYTES = 512 << 10  # at most: 4 s at 1 Mbit/s
+PIECE_BYTES = 128 << 10  # at most: 1 s at 1 Mbit/s, which several calls share
 PIECES, SMALLEST_BYTES = 16, 16 << 10  # of a smaller message, so that one sees how far it has come
 SILENT_SECONDS = 15.0  # without a frame: the call is given up
 NOT_YET_SECONDS = 4.0  # between two `NotYet`
@@ -139,6 +139,7 @@ class Attempt:
             for one in both:
                 one.cancel()
             await asyncio.gather(*both, return_exceptions=True)
+            del both, one  # the traceback of one that failed holds this frame: a cycle would keep all arrays
 
     async def _send_part(self, stream: Stream, data: bytes, num_sent: int, is_done: asyncio.Event) -> None:
         """Send a part, but for its first bytes, and then signs of life until the partner's has come."""

@@ -172,7 +172,7 @@ class Island:
             began_before=began_before,
             saved=saved,
             details=json.dumps({"config": None}),
-            advice=partial(settings_that_fit, own.solo.wire.name, int(schedule.sync_every)),
+            advice=partial(settings_that_fit, own.solo.wire.name, int(schedule.sync_every), prefix=""),
             listen=self._listen,
         )
         self._link = link = Link(plan, self._report)

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
@@ -60,7 +61,7 @@ class Meeting:
       attempt: the message, and what has come of the partner's.
       steps: inner steps begun when it was made.
       lacks: exchanges of the same fragment whose corrections the message lacks; half of those with other partners.
-      bound: the factor that brings its correction into the bounds.
+      bound, damping: the factors that bring its correction into the bounds, and that scale it for what it lacks.
       state: see `State`.
       task: the call under way.
     """
@@ -71,6 +72,7 @@ class Meeting:
     steps: int
     lacks: float = 0.0
     bound: float = 1.0
+    damping: float = 1.0
     state: State = State.WAITING
     task: asyncio.Task | None = None
 
@@ -122,14 +124,15 @@ class Meetings:
 
         The message lacks the corrections of the rounds in `lacking`, which are delivered but not applied.
         """
-        node, oldest = self.node, round - self.node.patience
+        node, oldest = self.node, round - LATEST * self.node.patience  # a lost Commit is asked for until then
         self.end("not committed in time", lambda meeting: meeting.round <= round - self._patience(meeting))
         self._finished = {key: factor for key, factor in self._finished.items() if key[2] > oldest - LATELY}
         name = node.partner(round)
         if name is None:
             return
         self.due += 1
-        attempt = Attempt(node.codec, node.world.run, own, norm, tokens, lambda size: self._factor(meeting, size))
+        factor = partial(self._factor, round)  # not of the meeting: a cycle would keep all arrays
+        attempt = Attempt(node.codec, node.world.run, own, norm, tokens, factor)
         meeting = self._open[round] = Meeting(round, name, attempt, node.world.num_steps)
         for other in lacking:
             meeting.lacks += self._share_of(other, node.partner(other) or "", meeting)
@@ -184,7 +187,7 @@ class Meetings:
             nonlocal dialled
             if dialled is not None:
                 dialled, peer.delay = None, (now() - dialled) / 2
-            node.hear(meeting.partner, timing, incarnation)
+            node.hear(meeting.partner, timing, incarnation, delay=peer.delay)
             node.take_news(meeting.partner, version)
             if incarnation:  # it accepts: it has committed nothing before
                 meeting.state = State.ACCEPTED
@@ -252,7 +255,7 @@ class Meetings:
                 self._broken(peer, error)
             return
         if peer is not None:
-            node.hear(name, hello.timing, hello.incarnation, hello.address)
+            node.hear(name, hello.timing, hello.incarnation, hello.address, peer.delay)
             node.take_news(name, hello.roster_version)
         if (done := self._finished.get((name, hello.incarnation, hello.round))) is not None:
             await send(stream, pb.Frame(done=pb.Done(factor=done)))
@@ -339,7 +342,7 @@ class Meetings:
             reason = "its weights are far away, and nothing is taken from it"
             node.world.outcome(met._replace(outcome="alone", reason=reason, factor=0.0, one_sided=True))
             return
-        self._bounds.accept(attempt.size, meeting.bound, min(factor / _damping(meeting.lacks), 1.0))
+        self._bounds.accept(attempt.size, meeting.bound, min(factor / meeting.damping, 1.0))
         for other in self._open.values():
             other.lacks += self._share_of(meeting.round, meeting.partner, other)
         self.committed += 1
@@ -367,14 +370,18 @@ class Meetings:
         self._open.pop(meeting.round, None)
         if meeting.task is not None and meeting.task is not asyncio.current_task():
             meeting.task.cancel()
+        meeting.task = None  # a cancelled task's traceback holds the meeting
         self.node.notify()
 
-    def _factor(self, meeting: Meeting, size: float) -> float:
+    def _factor(self, round: int, size: float) -> float:
         """Return the factor of a correction of a size, for its bounds and its delay; 0: nothing is taken.
 
         Nothing is taken from a peer that is far away and came no closer, unless most of the others are far away: then
         the run drifts apart or this island was alone, and taking nothing from the others would make either worse.
         """
+        if (meeting := self._open.get(round)) is None:
+            raise Broken("the round is over here")
+        meeting.damping = _damping(meeting.lacks)
         meeting.bound = factor = self._bounds.factor(size, meeting.attempt.norm)
         peer = self.node.peers[meeting.partner]
         if peer.distance.after(size, factor).count >= FAR_IN_A_ROW:
@@ -383,7 +390,7 @@ class Meetings:
             num_far = sum(one.distance.count > 0 for one in others)
             if 1 + num_far <= len(others) - num_far:
                 meeting.bound = 0.0
-        return meeting.bound * _damping(meeting.lacks)
+        return meeting.bound * meeting.damping
 
     def _share_of(self, round: int, partner: str, meeting: Meeting) -> float:
         """Return how much a meeting's message lacks for want of the correction of another round."""

@@ -127,8 +127,12 @@ class Link:
             epoch, lacking = self._epoch, [item.round for item in self._inbox if isinstance(item, Correction)]
 
         def end() -> None:
-            if epoch == self._epoch:  # else a donor's weights have taken the place of those that made it
-                self.node.round_ended(round, step, message, norm, tokens, lacking)
+            if epoch != self._epoch:  # a donor's weights have taken the place of those that made it
+                return
+            with self._lock:  # what was committed meanwhile is not in the message either
+                late = [item.round for item in self._inbox if isinstance(item, Correction)]
+            lacks = list(dict.fromkeys([*lacking, *late]))
+            self.node.round_ended(round, step, message, norm, tokens, lacks)
 
         self._loop.call_soon_threadsafe(end)
 

@@ -64,10 +64,12 @@ class View:
 
     # Peers.
 
-    def hear(self, name: str, timing: pb.Timing, incarnation: int = 0, address: str | None = None) -> None:
+    def hear(
+        self, name: str, timing: pb.Timing, incarnation: int = 0, address: str | None = None, delay: float = 0.0
+    ) -> None:
         """Learn what a peer tells of itself; raise `Unfit` for what no honest island tells.
 
-        An empty address stands for that in the roster.
+        An empty address stands for that in the roster; `delay` is that of the channel, in seconds.
         """
         check_timing(timing)
         peer = self.peers[name]
@@ -76,7 +78,7 @@ class View:
             peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
         if timing.round_seconds or timing.ago:
             peer.round = max(peer.round, timing.round)
-        self.pace.meet(name, timing, self._now() - peer.delay)
+        self.pace.meet(name, timing, self._now() - delay)
         if address is None:
             return
         with contextlib.suppress(UserError):  # a text that is no address

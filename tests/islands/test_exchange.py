@@ -1,6 +1,8 @@
 """Exchanges of two islands whose calls break at every point: what enters, on which side, and how often."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from typing import Any, cast
 
@@ -93,6 +95,55 @@ async def test_an_exchange_that_the_partner_accepts_anew_does_not_count_as_one_s
     assert lost[0] == "received" and "piece" in lost
     assert [sim.node.meetings.one_sided for sim in sims] == [0, 0]
     assert not any(met.one_sided for sim in sims for met in sim.met)
+
+
+async def test_a_lost_commit_is_told_again_as_long_as_the_dialler_may_ask():
+    """With eight fragments an exchange lives for 128 rounds: here the messages come 95 rounds late, and then break."""
+    sea = Sea("ab", fragments=8, steps_a_round=1)
+    late: list[str] = []
+
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        await no_faults(sender, receiver, kind)
+        if kind == "received" and not late:
+            late.append(receiver)
+            await asyncio.sleep(9.5)
+            late.append("comes")
+        elif kind == "commit" and len(late) == 2 and sender == late[0]:
+            late.append("lost")
+            raise Broken("a fault of the test")
+
+    sea.faults = faults
+    ours, theirs = pairs_of(await train_two(sea, 200))
+    assert late[-1] == "lost" and 0 in ours
+    assert ours.keys() == theirs.keys()
+
+
+async def test_messages_are_freed_as_their_exchanges_end():
+    """Without Python's collector of cycles, which may run seldom, and with calls that break in the middle."""
+    sea, messages = Sea("ab"), []
+
+    async def faults(sender: str, receiver: str, kind: str) -> None:
+        await no_faults(sender, receiver, kind)
+        if sea.random.random() < 0.1:
+            raise Broken("a fault of the test")
+
+    def keep(message: np.ndarray) -> np.ndarray:
+        messages.append(weakref.ref(message))
+        return message
+
+    sea.faults = faults
+    sims = [sea.add(name) for name in "ab"]
+    for sim in sims:
+        sim.tamper = keep
+    gc.collect()
+    gc.disable()
+    try:
+        await asyncio.gather(*(sim.train(200) for sim in sims))
+        await asyncio.sleep(60)
+        assert len(messages) == 40
+        assert sum(message() is not None for message in messages) == 0
+    finally:
+        gc.enable()
 
 
 async def test_a_peer_that_stops_in_the_middle_is_named_and_costs_rounds_alone():

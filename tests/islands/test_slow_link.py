@@ -1,17 +1,22 @@
 """Islands whose links are too slow for their messages: what is exchanged, how late, and what it does to the weights."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from noloco_jax.islands import exchange
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.exchange import PIECE_BYTES, SILENT_SECONDS, Broken
 from noloco_jax.islands.link_advice import settings_that_fit
+from noloco_jax.islands.payload import Message
+from noloco_jax.islands.transport import CALLS_OF_ONE
 from noloco_jax.simulate.cost import Setting
 from noloco_jax.simulate.report import completed_share
 from support import slow_links
 from support.island_world import Sim
+from support.live_island import WEIGHTS, LiveIsland
+from support.rosters import on_loopback
 from support.slow_links import MESSAGE_BYTES, SlowSea
 
 ALLOWED = {0.5: 0.99, 0.95: 0.99, 1.05: 0.93, 1.25: 0.75, 1.6: 0.58}  # rounds a message takes -> share completed
@@ -173,7 +178,32 @@ async def test_a_link_that_is_too_slow_is_told_once_with_what_would_fit(load, to
             assert float(line.split(": fit ")[1]) == pytest.approx(told, abs=0.08)
 
 
+def test_a_piece_of_each_of_a_members_calls_passes_a_megabit_a_second_before_they_count_as_silent():
+    assert CALLS_OF_ONE * 8 * PIECE_BYTES / 1e6 < SILENT_SECONDS
+
+
+async def test_a_status_is_not_taken_for_older_by_the_delay_of_exchanges(monkeypatch):
+    sea, heard = SlowSea("ab", 0.5), []
+    a, _ = sea.add("a"), sea.add("b")
+    a.node.peers["b"].delay = 5.0
+    monkeypatch.setattr(a.node.pace, "meet", lambda name, timing, now: heard.append(now))
+    await a.node.ask(["b"])
+    assert heard == [asyncio.get_running_loop().time()]
+
+
+def test_a_message_lacks_what_is_committed_until_its_exchange_begins(tmp_path, monkeypatch):
+    link, begun = LiveIsland("a", on_loopback("a", "b"), tmp_path).link, []
+    monkeypatch.setattr(link, "node", SimpleNamespace(round_ended=lambda *all: begun.append(all[-1])), raising=False)
+    link.deliver(3, list)
+    link.round_ended(5, 30, Message(5, [WEIGHTS]), 1.0, 100)
+    link.deliver(4, list)
+    link._loop.run_until_complete(asyncio.sleep(0))
+    link._loop.close()
+    assert begun == [[3, 4]]
+
+
 def test_settings_that_fit_are_a_narrower_format_or_a_longer_interval():
     assert settings_that_fit("float32", 50, 0.8) == "give outer.wire=bfloat16 or outer.sync_every=63"
     assert settings_that_fit("float32", 50, 0.3) == "give outer.wire=int8 or outer.sync_every=167"
+    assert settings_that_fit("float32", 50, 0.8, prefix="") == "give wire=bfloat16 or sync_every=63"
     assert settings_that_fit("modulo4", 10, 0.5) == "give outer.sync_every=20"
