@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from noloco_jax.islands import exchange
 from noloco_jax.islands.exchange import PIECE_BYTES, SILENT_SECONDS, Broken
 from noloco_jax.islands.link_advice import settings_that_fit
+from noloco_jax.islands.meetings import Meeting
 from noloco_jax.islands.payload import Message
 from noloco_jax.islands.transport import CALLS_OF_ONE
 from noloco_jax.simulate.cost import Setting
@@ -200,6 +202,20 @@ def test_a_message_lacks_what_is_committed_until_its_exchange_begins(tmp_path, m
     link._loop.run_until_complete(asyncio.sleep(0))
     link._loop.close()
     assert begun == [[3, 4]]
+
+
+async def test_the_size_on_record_is_what_was_applied_of_a_correction(monkeypatch):
+    """It lacked one other when it was judged, and three when it was committed, with the partner's factor of 0.1."""
+    sea, accepted = SlowSea("ab", 0.5), []
+    a, _ = sea.add("a"), sea.add("b")
+    attempt: Any = SimpleNamespace(own=0.0, read=0.0, norm=100.0, size=1.0, weight=0.5)
+    meetings, meeting = a.node.meetings, Meeting(0, "b", attempt, 0, lacks=1.0)
+    meetings._open[0] = meeting
+    monkeypatch.setattr(meetings._bounds, "accept", lambda *all: accepted.append(all[-1]))
+    monkeypatch.setattr(a, "deliver", lambda round, correct: None)
+    attempt.factor, meeting.lacks = meetings._factor(0, 1.0), 3.0
+    meetings._commit(meeting, 0.1)
+    assert accepted == [pytest.approx(0.1 * 2**1.5)]
 
 
 def test_settings_that_fit_are_a_narrower_format_or_a_longer_interval():
