@@ -77,8 +77,6 @@ class RowConverter(NamedTuple):
                 holes_N = np.flatnonzero(np.asarray(column.flatten().is_null()))
                 rows = np.searchsorted(np.cumsum(_lengths(column)), holes_N, side="right")
                 bad |= dict.fromkeys(rows.tolist(), f"{name} holds a null")
-        if self.is_text:
-            bad |= dict.fromkeys(_not_utf8(batch.column(0)), f"{self.columns[0]} is not UTF-8")
         for name in () if self.is_text else self.columns[1:]:
             unequal_R = _lengths(batch.column(name)) != _lengths(batch.column("input_ids"))
             bad = dict.fromkeys(np.flatnonzero(unequal_R).tolist(), f"{name} is not as long as input_ids") | bad
@@ -178,36 +176,18 @@ def _with_padding_behind(rows_2N: np.ndarray, padding_N: np.ndarray, lengths_R: 
     return rows_2N[:, np.lexsort((padding_N, row_N))]
 
 
-def _not_utf8(column: Any) -> list[int]:
-    """Return the rows of a binary column that hold something else than text."""
-    column = _without_dictionary(column)
-    if not is_binary(column.type):
-        return []
-
-    def is_text(content: bytes | None) -> bool:
-        try:
-            return content is None or content.decode() is not None
-        except UnicodeDecodeError:
-            return False
-
-    return [row for row, content in enumerate(column.to_pylist()) if not is_text(content)]
-
-
-def _without_dictionary(column: Any) -> Any:
+def _texts(column: Any) -> list[str]:
+    """Return the text of each row; bytes that are not UTF-8 become U+FFFD, as in text files."""
     import pyarrow.types as types
 
-    return column.dictionary_decode() if types.is_dictionary(column.type) else column
-
-
-def _texts(column: Any) -> list[str]:
-    """Return the text of each row; bytes of a string that are not UTF-8 become U+FFFD, as in text files."""
-    column = _without_dictionary(column)
-    if is_binary(column.type):
-        return [content.decode() for content in column.to_pylist()]
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return [content.decode("utf-8", "replace") for content in column.cast("large_binary").to_pylist()]
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not is_binary(column.type):
+        try:
+            return column.to_pylist()
+        except UnicodeDecodeError:
+            column = column.cast("large_binary")
+    return [content.decode("utf-8", "replace") for content in column.to_pylist()]
 
 
 def _lengths(column: Any) -> np.ndarray:

@@ -5,13 +5,15 @@ divided, an island that joined later, reads all of the data in an order of its o
 number of replicas a replica first reads the rest of the shards of the old division (`redistribute`).
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from noloco_jax.data.source import GOLDEN_STEP
 from noloco_jax.errors import UserError
 
-_TURNS, _FEWEST_TURNS = 1 << 32, 1 << 16  # of a whole shard, and of a part: to find its documents takes no time
+_TURNS = 1 << 16  # of a whole shard; of a part at least one: with more, to find its documents would take time
+_NEAR = 16  # turns
 _EPOCHS = 1 << 12  # epochs of each replica that joined later, in a count of its own
 
 
@@ -24,7 +26,7 @@ class ShardPosition(NamedTuple):
     Attributes:
       epoch, shard, num_shards: the shard.
       document: number of the next document in the shard.
-      first_turn, end_turn: the range, in units of 2^-32; an empty one stands for this document alone.
+      first_turn, end_turn: the range, in units of 2^-16; an empty one stands for this document alone.
       token: number of tokens of the next document that have been read.
       seek_hint: `EpochShard.seek_hint` at that document; empty if not known.
     """
@@ -48,15 +50,6 @@ class ShardPosition(NamedTuple):
 
     def next_document(self) -> "ShardPosition":
         return self._replace(document=self._following(self.document + 1), token=0)
-
-    def part(self, start: int, stop: int, count: int) -> "list[ShardPosition]":
-        """Return parts `start` to `stop` - 1 of `count` equal ones. What was divided often is all in the first part."""
-        width = self.end_turn - self.first_turn
-        if width < count * _FEWEST_TURNS:
-            return [self] if start == 0 else []
-        first_turn, end_turn = (self.first_turn + width * border // count for border in (start, stop))
-        part = self._replace(first_turn=first_turn, end_turn=end_turn)
-        return [part._replace(document=part._following(self.document))]
 
     def _following(self, document: int) -> int:
         """Return the first document from `document` on whose turn is in the range."""
@@ -139,9 +132,12 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
     `set_state` of a stream of replica j of M over the same data.
 
     What the N replicas had left to read, which is equally much, is divided into M equal parts: replica j takes from the
-    j N / M-th to the (j + 1) N / M-th rest, of a rest that is cut the documents with a range of turns, see
-    `ShardPosition`. First comes the rest of the documents that had been begun, one after another, each with the
-    beginning of its replica's rest, then the rests in turns.
+    j N / M-th to the (j + 1) N / M-th rest, of a rest that is cut the shards up to the cut, and of one shard the
+    documents with a range of turns, see `ShardPosition`. First comes the rest of the documents that had been begun, one
+    after another, each with the beginning of its replica's rest, then the rests in turns.
+
+    A replica so has few shards open, however often the number changes. The price: parts of unequal width take turns at
+    one pace, so a second change within an epoch divides the rest only about equally.
 
     Of a mixture, the positions in every source are divided so, with the guarantee for each; replica j continues in the
     order of the sources where replica j % N was.
@@ -189,9 +185,34 @@ def _divide(states: Sequence[dict[str, Any]], num_replicas: int) -> list[DataPos
             start, stop = max(first, 0), min(first + len(states), num_replicas)
             if start < stop:
                 begun += its_begun if start == 0 else []
-                shards += [part for shard in its_shards for part in shard.part(start, stop, num_replicas)]
+                shards += _cut(its_shards, start, stop, num_replicas)
         divided.append(DataPosition(last_epoch, (*begun, *sorted(shards, key=lambda shard: shard.epoch))))
     return divided
+
+
+def _cut(shards: Sequence[ShardPosition], start: int, stop: int, count: int) -> list[ShardPosition]:
+    """Return parts `start` to `stop` - 1 of `count` equal ones of each epoch's shards, laid end to end."""
+    parts: list[ShardPosition] = []
+    # In an order that reading does not change: borders of earlier divisions are met again, and no new parts arise.
+    in_order = sorted(shards, key=lambda shard: (shard.epoch, shard.num_shards, shard.shard, shard.first_turn))
+    for _, group in itertools.groupby(in_order, key=lambda shard: shard.epoch):
+        same = [*group]
+        total = sum(shard.end_turn - shard.first_turn for shard in same)
+        low, high = total * start // count, total * stop // count
+        for shard in same:
+            width = shard.end_turn - shard.first_turn
+            begin, end = _snapped(low, width), _snapped(high, width)
+            if begin < end:
+                part = shard._replace(first_turn=shard.first_turn + begin, end_turn=shard.first_turn + end)
+                parts.append(part._replace(document=part._following(shard.document)))
+            low, high = low - width, high - width
+    return parts
+
+
+def _snapped(border: int, width: int) -> int:
+    """Return the border of two parts of a shard, at the shard's own where that is near: rounding leaves no slivers."""
+    near = min(_NEAR, width / 2)
+    return 0 if border < near else width if width - border <= near else border
 
 
 def _check_one_checkpoint(states: Sequence[dict[str, Any]]) -> None:

@@ -168,8 +168,9 @@ class DocumentEncoder:
         for which, wanted, index in (("bos", add_bos, tokenizer.bos_id), ("eos", add_eos, tokenizer.eos_id)):
             if wanted and index is None:
                 raise UserError(
-                    f"data.add_{which}=True, but data.tokenizer={tokenizer.name!r} has no {which.upper()} token in "
-                    f"its tokenizer_config.json and tokenizer.json: set data.add_{which}=False"
+                    f"data.add_{which}=True, but data.tokenizer={tokenizer.name!r} has no {which.upper()} token: "
+                    f"name a token of its vocabulary as {which}_token in tokenizer_config.json, or set "
+                    f"data.add_{which}=False"
                 )
         self._before: Sequence[Any] = [tokenizer.bos_id] * add_bos
         self._after: Sequence[Any] = [tokenizer.eos_id] * add_eos

@@ -129,14 +129,36 @@ def test_the_rest_of_an_epoch_is_divided_equally(tmp_path, numbers):
         assert abs(len(read_through(stream, 0)) - (400 - read) / numbers[-1]) <= 5
 
 
-def test_what_was_divided_often_stays_whole():
+def test_few_shards_of_a_replica_are_open_after_many_changes(tmp_path):
+    config, count = write_counting("text", tmp_path / "data", 1200)
+    numbers = (8, 7, 8, 7, 8, 7, 8, 7, 6, 8, 7)
+    rng = np.random.default_rng(0)
+    streams, delivered = open_streams(config, numbers[0]), []
+    for following in numbers[1:]:
+        for stream in streams:
+            for _ in range(rng.integers(0, 5)):
+                delivered += next(stream)["input_ids"].ravel().tolist()
+        states = redistribute([stream.get_state() for stream in streams], following)
+        shards = [state["positions"]["data"]["shards"] for state in states]
+        assert max(sum(first < end for *_, first, end, _, _ in its) for its in shards) <= 4, following
+        streams = restored(config, states)
+    delivered += finish(config, states, 0)
+    assert Counter(delivered) == dict.fromkeys(range(count), 1)
+
+
+def test_what_was_divided_often_stays_whole_and_is_not_lost():
     """Its documents would be looked for in vain among millions."""
-    states = [{"replica": 0, "num_replicas": 1, "source": {}, "positions": {"data": start_position(0, 1).to_json()}}]
-    for _ in range(9):
-        states = redistribute(redistribute(states, 40), 41)[:1]
-        states[0] |= {"replica": 0, "num_replicas": 1}
-    widths = [shard[5] - shard[4] for shard in states[0]["positions"]["data"]["shards"]]
-    assert min(widths) >= 1 << 16
+
+    def width(state):
+        return sum(end - first for *_, first, end, _, _ in state["positions"]["data"]["shards"])
+
+    state = {"replica": 0, "num_replicas": 1, "source": {}, "positions": {"data": start_position(0, 1).to_json()}}
+    whole = width(state)
+    for _ in range(5):
+        parts = redistribute([state], 40)
+        assert sum(map(width, parts)) == width(state)
+        state = min(filter(width, parts), key=width) | {"replica": 0, "num_replicas": 1}
+    assert width(state) * 2**16 >= whole
 
 
 def test_states_of_several_checkpoints_are_refused(tmp_path):

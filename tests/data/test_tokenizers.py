@@ -98,7 +98,7 @@ def test_documents_are_encoded_with_the_configured_special_tokens():
 def test_a_special_token_that_the_tokenizer_lacks_is_refused(tmp_path):
     tokenizer = load_tokenizer(word_tokenizer(tmp_path, special={"bos_token": "<s>"}, added=[]))
     DocumentEncoder(tokenizer, add_bos=True, add_eos=False, vocab_size=None)
-    with pytest.raises(UserError, match=r"has no EOS token in .*: set data\.add_eos=False"):
+    with pytest.raises(UserError, match=r"has no EOS token: name .* as eos_token in .*, or set data\.add_eos=False"):
         DocumentEncoder(tokenizer, add_bos=True, add_eos=True, vocab_size=None)
 
 
