@@ -64,6 +64,7 @@ def draw(rows: Sequence[Row], path: Path, perplexity: float | None) -> None:
     """Draw the perplexity against seconds, a panel for the links of each rate."""
     from matplotlib import colormaps  # here: slow to import
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     links, names = (
         list(dict.fromkeys(values)) for values in zip(*((row.links, row.name) for row in rows), strict=True)
@@ -80,6 +81,10 @@ def draw(rows: Sequence[Row], path: Path, perplexity: float | None) -> None:
         axes.set_title(f"links: {own}")
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):  # 5, 10, 20 instead of powers of ten
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("seconds, without evaluations")
         axes.grid(True, color="#e6e8ec", linewidth=0.8)
         axes.legend(fontsize=8)
