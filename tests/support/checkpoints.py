@@ -39,7 +39,7 @@ def random_state(like: TrainState) -> TrainState:
 
 def position(replica: int, num_replicas: int) -> dict:
     """Return a data position in the form that a stream reports."""
-    shard = [0, replica, num_replicas, 10 + replica, 0, 1 << 32, 3, []]
+    shard = [0, replica, num_replicas, 10 + replica, 0, 1 << 16, 3, []]
     positions = {"data": {"epoch": 0, "shards": [shard]}}
     of = {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}}
     return of | {"drawn": 0, "positions": positions}
