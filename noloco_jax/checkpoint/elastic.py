@@ -14,7 +14,8 @@ from noloco_jax.checkpoint.saved import Saved, SavedShape
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import redistribute, renumbered
 from noloco_jax.errors import UserError
-from noloco_jax.spmd.programs import Programs, TrainState, build_outer
+from noloco_jax.spmd.outer_programs import build_outer
+from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 
 PyTree = Any

@@ -11,7 +11,7 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import format_bytes
 from noloco_jax.methods import method_of
 from noloco_jax.spmd import sharding
-from noloco_jax.spmd.background import background_arguments, build_background, is_in_background
+from noloco_jax.spmd.background import exchange_parts, is_in_background
 from noloco_jax.spmd.compile import PROGRAMS, arguments_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
@@ -29,8 +29,8 @@ class Report:
       config: the run.
       mesh_shape: mesh axis -> devices.
       parameter_bytes: a replica's parameters on the devices of one of its stages, in float32.
-      collectives: program -> its collectives. Where exchanges run over the hosts, "solo" and "exchange" stand in the
-        place of "outer_step".
+      collectives: program -> its collectives. Where exchanges run over the hosts, "local_step" and "exchange" stand in
+        the place of "outer_step".
     """
 
     config: TrainConfig
@@ -55,10 +55,8 @@ def inspect_run(config: TrainConfig, devices: list) -> Report:
         name: (getattr(programs, name), arguments_of(programs)[name]) for name in PROGRAMS
     }
     if is_in_background(config, mesh):
-        background = build_background(config, programs, mesh)  # the mesh of the hosts has the same shape
         del traced["outer_step"]
-        for name, arguments in background_arguments(background, programs).items():
-            traced[name] = getattr(background, name), arguments
+        traced |= exchange_parts(programs, mesh)  # the mesh of the hosts has the same shape
     shape = dict(mesh.shape)
     found = {name: collectives_of(*traced[name], shape) for name in traced if traced[name][0] is not None}
     return Report(config, shape, _parameter_bytes(programs), found)

@@ -56,7 +56,7 @@ def _train(argv: Sequence[str]) -> int:
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
     place = find_place(flags, os.environ)
     keep_freed_memory()
-    from noloco_jax.islands.mode import train_island  # imports numpy and jax, which must follow the call above
+    from noloco_jax.islands.run import train_island  # imports numpy and jax, which must follow the call above
 
     return train_island(config, place, flags)
 

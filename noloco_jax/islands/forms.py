@@ -74,19 +74,11 @@ class Form:
         found = (leaf.sharding.mesh for leaf in self._leaves if isinstance(leaf.sharding, NamedSharding))
         return next(found, None)
 
-    def shapes(self, *, leading: tuple[int, ...] = ()) -> PyTree:
-        """Return shapes, dtypes and shardings of the arrays on their devices, with further axes in front.
-
-        No sharding stands for the default device.
-        """
-
-        def one(leaf: _Leaf) -> jax.ShapeDtypeStruct:
-            sharding = self._place(leaf)
-            if isinstance(sharding, NamedSharding):
-                sharding = NamedSharding(sharding.mesh, P(*(None for _ in leading), *sharding.spec))
-            return jax.ShapeDtypeStruct((*leading, *leaf.spec.shape), leaf.spec.dtype, sharding=sharding)
-
-        return self.structure.unflatten(map(one, self._leaves))
+    def shapes(self) -> PyTree:
+        """Return shapes, dtypes and shardings of the arrays on their devices; no sharding: the default device."""
+        return self.structure.unflatten(
+            jax.ShapeDtypeStruct(leaf.spec.shape, leaf.spec.dtype, sharding=self._place(leaf)) for leaf in self._leaves
+        )
 
     def arrays(self, tree: PyTree) -> PyTree:
         """Return the tree with an array for every leaf; JAX arrays are on their devices.

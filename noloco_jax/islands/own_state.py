@@ -1,6 +1,5 @@
 """State of an island in a user's own loop: weights, `rest` and the outer optimizer's, on the user's devices."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.forms import Form
 from noloco_jax.islands.payload import ArraySpec, StateForms, specs_of
-from noloco_jax.islands.programs import SoloPrograms, solo_of
+from noloco_jax.islands.programs import SoloPrograms, compile_solo, own_solo
 from noloco_jax.outer.fragments import described
 from noloco_jax.outer.rule import OuterState, at_num_outer_steps
 from noloco_jax.outer.transform import OuterOptimizer
-from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
+from noloco_jax.spmd.programs import TrainState, shardings_of
 
 PyTree = Any
 
@@ -38,10 +37,10 @@ class OwnState:
     def __init__(self, outer: OuterOptimizer, params: PyTree, rest: PyTree):
         self._outer = outer
         self.params, self.rest = Form(params, "params", is_computed=True), Form(rest, "rest")
-        shapes = self.params.shapes(leading=(1,))
+        shapes = self.params.shapes()
         outer_shapes = self._shapes_of_outer(shapes)
-        self.solo = solo_of(outer, shapes, outer_shapes)
-        self.places = TrainState(self.params.shapes(), self.rest.shapes(), outer_shapes)
+        self.solo = own_solo(outer, shapes, outer_shapes)
+        self.places = TrainState(shapes, self.rest.shapes(), outer_shapes)
         first = self.rest.arrays(rest)
         self._fresh = fresh_values(first, self.places.params)
 
@@ -69,8 +68,8 @@ class OwnState:
 
     def begun(self, params: PyTree, rest: PyTree) -> TrainState:
         """Return a state with these arrays, of which no outer step was taken."""
-        make = jax.jit(self._init, out_shardings=shardings_of(self.places.outer))
-        return TrainState(params, rest, make(jax.tree.map(lambda x: x[None], params)))
+        make = jax.jit(self._outer.init, out_shardings=shardings_of(self.places.outer))
+        return TrainState(params, rest, make(params))
 
     def placed(self, leaves: Any, places: TrainState | None = None) -> TrainState:
         """Return a state on this island's devices; numbers and NumPy arrays of `rest` stay on the host."""
@@ -101,33 +100,12 @@ class OwnState:
         return state._replace(outer=at_num_outer_steps(state.outer, round + 1))
 
     def compiled(self) -> SoloPrograms:
-        """Compile the programs for parameters without the leading axis of one."""
-        (params, _, outer), solo = self.places, self.solo
-        placed = shardings_of((params, outer))
-
-        def step(params: PyTree, outer: OuterState) -> Any:
-            lifted, outer, sent, norm = solo.step(jax.tree.map(lambda x: x[None], params), outer)
-            return jax.tree.map(lambda x: x[0], lifted), outer, sent, norm
-
-        def apply(params: PyTree, outer: OuterState, correction: PyTree, number: jax.Array) -> Any:
-            lifted, outer = solo.apply(jax.tree.map(lambda x: x[None], params), outer, correction, number)
-            return jax.tree.map(lambda x: x[0], lifted), outer
-
-        number = jax.ShapeDtypeStruct((), np.int32)
-        return dataclasses.replace(
-            solo,
-            step=jax.jit(step, donate_argnums=1, out_shardings=(*placed, None, None)).lower(params, outer).compile(),
-            apply=jax.jit(apply, donate_argnums=1, out_shardings=placed)
-            .lower(params, outer, solo.correction, number)
-            .compile(),
-        )
-
-    def _init(self, lifted: PyTree) -> Any:
-        return jax.vmap(self._outer.init, out_axes=outer_axes(self._outer))(lifted)
+        """Compile the programs."""
+        return compile_solo(self.solo, self.places.params, self.places.outer)
 
     def _shapes_of_outer(self, params: PyTree) -> OuterState:
         """Return shapes, dtypes and shardings of the outer state: what is like a parameter lies as it does."""
-        shapes: Any = jax.eval_shape(self._init, params)
+        shapes: Any = jax.eval_shape(self._outer.init, params)
         first = jax.tree.leaves(params)[0].sharding
         whole = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
 

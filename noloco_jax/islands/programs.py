@@ -1,8 +1,10 @@
-"""Programs of an island: a replica that trains alone and exchanges messages outside of JAX's collectives."""
+"""Programs of an island: a replica that trains alone and exchanges messages outside of JAX's collectives.
+
+They are the outer optimizer's local step and correction, see `OuterPrograms`, and what a message becomes on its way.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +19,8 @@ from noloco_jax.exchange.wire import Wire, encode
 from noloco_jax.outer.rule import Arrived, OuterState, Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd.offload import from_rest
-from noloco_jax.spmd.programs import Programs, build_outer, outer_axes, shardings_of
+from noloco_jax.spmd.outer_programs import NUMBER, build_outer, outer_axes
+from noloco_jax.spmd.programs import Programs, shardings_of
 from noloco_jax.spmd.sharding import SLOT
 from noloco_jax.spmd.shared_batch import spans_processes
 
@@ -26,9 +29,9 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class SoloPrograms:
-    """Programs of a run of one replica, whose parameters and state have a leading axis of one. Arguments are donated.
+    """Programs of one replica, which donate the outer state and, where replicas are in front, the parameters.
 
-    Messages, payloads and corrections are those of the replica, without that axis.
+    In the trainer, parameters and state have a leading axis of one replica; messages, payloads and corrections never.
 
     Attributes:
       step: (params, outer) -> (params, outer, sent, norm): the solo step, what is kept of its message for an exchange,
@@ -62,26 +65,70 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     outer = build_outer(config, SLOT)
     params, _, state = programs.state
     assert outer is not None and state is not None
+    # The first process of a replica over several can read a message only where every process has all of it.
     whole = NamedSharding(programs.mesh, P()) if spans_processes(programs.mesh) else None
-    return solo_of(outer, params, state, whole)
+    axes = outer_axes(outer)
+    step = jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)
+    apply = jax.vmap(outer.apply, in_axes=(0, axes, 0, None), out_axes=(0, axes), axis_name=SLOT)
+
+    def local_step(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
+        params, state, outgoing = step(params, state)
+        return params, state, jax.tree.map(lambda x: x[0], outgoing)
+
+    def apply_correction(params: PyTree, state: OuterState, arrived: Arrived, number: jax.Array) -> Any:
+        return apply(params, state, jax.tree.map(lambda x: x[None], arrived), number)
+
+    return _solo_of(outer, local_step, apply_correction, params, state, whole, donate=(0, 1))
 
 
-def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState, whole: Any = None) -> SoloPrograms:
-    """Build the programs of one replica of an outer optimizer whose groups exchange.
+def own_solo(outer: OuterOptimizer, params: PyTree, state: OuterState) -> SoloPrograms:
+    """Build the programs of a user's loop, whose parameters and state have no axis of replicas.
 
     Args:
       outer: the outer optimizer.
-      params: shapes, dtypes and shardings of the parameters, with a leading axis of one.
+      params: shapes, dtypes and shardings of the parameters, which are the user's and are not donated.
       state: the same of the outer state.
-      whole: the sharding of messages, from which the first process of a replica over several can read them; None: as
-        the compiler chooses.
+    """
+    return _solo_of(outer, outer.solo, outer.apply, params, state, None, donate=(1,))
+
+
+def _solo_of(
+    outer: OuterOptimizer,
+    local_step: Callable[..., tuple[PyTree, OuterState, Outgoing]],
+    apply_correction: Callable[..., tuple[PyTree, OuterState]],
+    params: PyTree,
+    state: OuterState,
+    whole: Any,
+    donate: tuple[int, ...],
+) -> SoloPrograms:
+    """Build the programs of two transitions of an outer optimizer whose groups exchange.
+
+    Args:
+      outer: the outer optimizer.
+      local_step: (params, state) -> (params, state, Outgoing), of which the last has no axis of replicas.
+      apply_correction: (params, state, Arrived, number) -> (params, state); likewise.
+      params: shapes, dtypes and shardings of the parameters.
+      state: the same of the outer state.
+      whole: the sharding of messages; None: as the compiler chooses.
+      donate: the arguments to donate.
     """
     wire: Wire | Modulo = outer.steps.exchange.wire  # type: ignore[attr-defined]
     placed = shardings_of((params, state))
-    outgoing: Outgoing = jax.eval_shape(lambda *args: _solo(outer, *args)[2], params, state)
-    message = outgoing.message
+    message = jax.eval_shape(local_step, params, state)[2].message
     dims = outer.steps.fragments.block_dims(message)
-    step = partial(_step, outer, wire, dims)
+
+    def step(params: PyTree, state: OuterState) -> Any:
+        params, state, (message, movement, windows) = local_step(params, state)
+        if isinstance(wire, Modulo):
+            sent = propose(wire, message, movement, windows, dims), message
+        else:
+            sent = encode(wire, message, dims)
+        return params, state, sent, optax.tree.norm(message)
+
+    def apply(params: PyTree, state: OuterState, correction: PyTree, number: jax.Array) -> Any:
+        correction, windows = correction if isinstance(wire, Modulo) else (correction, None)
+        return apply_correction(params, state, Arrived(correction, windows), number)
+
     sent = jax.eval_shape(step, params, state)[2]
     payload, correction = sent, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), message)
     if isinstance(wire, Modulo):
@@ -89,8 +136,8 @@ def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState, whole: Any
         codes = jax.eval_shape(lambda m, w: encode_in(wire, m, w, jnp.int32(0), dims), message, windows)
         payload, correction = (windows, codes), (correction, windows)
     return SoloPrograms(
-        step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, whole, whole)),
-        apply=jax.jit(partial(_apply, outer, wire), donate_argnums=(0, 1), out_shardings=placed),
+        step=jax.jit(step, donate_argnums=donate, out_shardings=(*placed, whole, whole)),
+        apply=jax.jit(apply, donate_argnums=donate, out_shardings=placed),
         message=message,
         payload=payload,
         correction=correction,
@@ -99,48 +146,17 @@ def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState, whole: Any
     )
 
 
-def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
-    """Compile the programs for the run's shapes and shardings; the outer state they take is between steps."""
-    params, _, outer = programs.state
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    step = solo.step.lower(params, outer).compile()  # type: ignore[attr-defined]
-    apply = solo.apply.lower(params, outer, solo.correction, number).compile()  # type: ignore[attr-defined]
-    return replace(
-        solo,
-        step=from_rest(step, programs),
-        apply=from_rest(apply, programs),
-        correction=_as_taken(solo.correction, apply, 2),
+def compile_solo(solo: SoloPrograms, params: PyTree, state: OuterState | None) -> SoloPrograms:
+    """Compile the programs for these shapes, dtypes and shardings."""
+    step = solo.step.lower(params, state).compile()  # type: ignore[attr-defined]
+    apply = solo.apply.lower(params, state, solo.correction, NUMBER).compile()  # type: ignore[attr-defined]
+    taken = apply.input_shardings[0][2]
+    correction = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), solo.correction, taken
     )
+    return replace(solo, step=step, apply=apply, correction=correction)
 
 
-def _as_taken(shapes: PyTree, program: jax.stages.Compiled, argument: int) -> PyTree:
-    """Return the shapes of an argument with the shardings in which a compiled program takes it."""
-    taken = program.input_shardings[0][argument]
-    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, taken)
-
-
-def _step(outer: OuterOptimizer, wire: Wire | Modulo, dims: PyTree, params: PyTree, state: Any) -> Any:
-    params, state, (message, movement, windows) = _solo(outer, params, state)
-    if isinstance(wire, Modulo):
-        sent = propose(wire, message, movement, windows, dims), message
-    else:
-        sent = encode(wire, message, dims)
-    return params, state, sent, optax.tree.norm(message)
-
-
-def _solo(outer: OuterOptimizer, params: PyTree, state: Any) -> tuple[PyTree, Any, Outgoing]:
-    """Take the solo step; what is sent has no leading axis."""
-    axes = outer_axes(outer)
-    solo = jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)
-    params, state, outgoing = solo(params, state)
-    return params, state, jax.tree.map(lambda x: x[0], outgoing)
-
-
-def _apply(
-    outer: OuterOptimizer, wire: Wire | Modulo, params: PyTree, state: Any, correction: PyTree, number: jax.Array
-) -> Any:
-    correction, windows = correction if isinstance(wire, Modulo) else (correction, None)
-    arrived = jax.tree.map(lambda x: x[None], Arrived(correction, windows))
-    axes = outer_axes(outer)
-    apply = jax.vmap(outer.apply, in_axes=(0, axes, 0, None), out_axes=(0, axes), axis_name=SLOT)
-    return apply(params, state, arrived, number)
+def at_rest(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
+    """Return compiled programs that take and return the outer state as it lies between steps."""
+    return replace(solo, step=from_rest(solo.step, programs), apply=from_rest(solo.apply, programs))

@@ -1,6 +1,6 @@
 """Outer steps whose exchange overlaps with training: it runs on the hosts' CPU devices, over JAX's own collectives.
 
-The devices take the solo step and continue training. Messages are copied to CPU devices of the same processes, which
+The devices take the local step and continue training. Messages are copied to CPU devices of the same processes, which
 mirror the devices of the mesh. The exchange there is the same program with the same wire formats, so its results are
 the same. Its corrections are copied back when they are due. No program on the devices contains a collective between
 replicas, so no replica waits for a partner before the correction from it is due.
@@ -8,23 +8,19 @@ replicas, so no replica waits for a partner before the correction from it is due
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import has_delay
 from noloco_jax.outer.rule import Arrived, Outgoing
-from noloco_jax.spmd import sharding
 from noloco_jax.spmd.offload import from_rest
-from noloco_jax.spmd.programs import Programs, build_outer, outer_axes, over_mesh
-from noloco_jax.spmd.sharding import SLOT
+from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
 
@@ -80,94 +76,38 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 @dataclass(frozen=True)
 class BackgroundPrograms:
-    """The programs of an outer step in three parts; the first and the last donate their arguments.
+    """Compiled programs of an outer step in three parts, see `OuterPrograms`; the outer state they take is at rest.
 
     Attributes:
-      solo: (params, outer at rest) -> (params, outer at rest, Outgoing), on the run's devices.
-      exchange: (Outgoing, number of the outer step) -> Arrived, on the hosts.
-      store: (params, outer at rest, Arrived, number) -> (params, outer at rest), on the run's devices:
-        `Programs.correct_step` applies the stored correction.
-      outgoing: shapes and shardings of an Outgoing on the run's devices.
-      arriving: shapes and shardings of an Arrived there.
+      local_step, store: on the run's devices; `Programs.correct_step` applies the stored correction.
+      exchange: on the hosts.
+      arrived: shapes and shardings of an Arrived on the run's devices.
       hosts: the mesh of the exchange.
     """
 
-    solo: Callable[..., Any]
+    local_step: Callable[..., Any]
     exchange: Callable[..., Any]
     store: Callable[..., Any]
-    outgoing: Outgoing
-    arriving: Arrived
+    arrived: Arrived
     hosts: Mesh
 
 
-def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> BackgroundPrograms:
-    """Build the programs of a run whose outer steps have a delay; they are compiled at their first call.
-
-    Args:
-      config: the run.
-      programs: the run's other programs.
-      hosts: see `host_mesh`.
-    """
-    outer, mesh = build_outer(config), programs.mesh
-    params, _, state = programs.state
-    assert outer is not None and state is not None
-    specs, state_specs = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (params, state))
-    windows = state_specs.windows
-    outgoing_specs = Outgoing(specs, None if windows is None else specs, windows)
-    axes = outer_axes(outer)
-    store_slots = jax.vmap(outer.steps.store, in_axes=(axes, 0, None), out_axes=axes, axis_name=SLOT)
-    solo = over_mesh(
-        mesh,
-        jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT),
-        in_specs=(specs, state_specs),
-        out_specs=(specs, state_specs, outgoing_specs),
-        out_shardings=sharding.shardings(mesh, (specs, state_specs, outgoing_specs)),
-        donate=(0, 1),
-    )
-    exchange = over_mesh(
-        hosts,
-        jax.vmap(outer.steps.exchanged, in_axes=(0, None), axis_name=SLOT),
-        in_specs=(outgoing_specs, P()),
-        out_specs=Arrived(specs, windows),
-        out_shardings=sharding.shardings(hosts, Arrived(specs, windows)),
-    )
-    store = over_mesh(
-        mesh,
-        lambda params, state, arrived, number: (params, store_slots(state, arrived, number)),
-        in_specs=(specs, state_specs, Arrived(specs, windows), P()),
-        out_specs=(specs, state_specs),
-        out_shardings=sharding.shardings(mesh, (specs, state_specs)),
-        donate=(0, 1),
-    )
-    _, _, outgoing = jax.eval_shape(solo, params, state)
-    outgoing = _placed(outgoing, mesh, outgoing_specs)
-    return BackgroundPrograms(solo, exchange, store, outgoing, Arrived(outgoing.message, outgoing.windows), hosts)
+def exchange_parts(programs: Programs, hosts: Mesh) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Return the programs of an outer step whose exchange runs on `hosts`, with their arguments' shapes, by name."""
+    outer = programs.outer
+    assert outer is not None
+    parts = {"local_step": outer.local_step, "exchange": outer.exchange(hosts), "store": outer.store}
+    arguments = outer.arguments(hosts)
+    return {name: (program, arguments[name]) for name, program in parts.items()}
 
 
-def _placed(shapes: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs
-    )
-
-
-def background_arguments(background: BackgroundPrograms, programs: Programs) -> dict[str, tuple[Any, ...]]:
-    """Return the shapes and shardings of each program's arguments, by its name."""
-    params, _, outer = programs.state
-    number, outgoing = jax.ShapeDtypeStruct((), jnp.int32), background.outgoing
-    on_hosts = _placed(outgoing, background.hosts, jax.tree.map(lambda x: x.sharding.spec, outgoing))
-    return {
-        "solo": (params, outer),
-        "exchange": (on_hosts, number),
-        "store": (params, outer, background.arriving, number),
-    }
-
-
-def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
-    """Compile the programs for the run's shapes; the outer state they take and return is at rest."""
-    arguments = background_arguments(background, programs)
-    compiled = {name: getattr(background, name).lower(*shapes).compile() for name, shapes in arguments.items()}
-    solo, store = (from_rest(compiled[name], programs) for name in ("solo", "store"))
-    return replace(background, solo=solo, store=store, exchange=compiled["exchange"])
+def compile_background(programs: Programs, hosts: Mesh) -> BackgroundPrograms:
+    """Compile the programs of outer steps whose exchange runs on `hosts`, see `host_mesh`."""
+    assert programs.outer is not None
+    parts = exchange_parts(programs, hosts)
+    compiled = {name: program.lower(*arguments).compile() for name, (program, arguments) in parts.items()}
+    local_step, store = (from_rest(compiled[name], programs) for name in ("local_step", "store"))
+    return BackgroundPrograms(local_step, compiled["exchange"], store, programs.outer.arrived, hosts)
 
 
 class HostExchange:
@@ -176,7 +116,7 @@ class HostExchange:
     Every process begins the same exchanges in the same order. Several may be in flight at once.
 
     Args:
-      background: compiled.
+      background: its programs.
       mesh: the run's devices.
     """
 
@@ -193,12 +133,12 @@ class HostExchange:
         return sorted(self._under_way)
 
     def begin(self, outgoing: Outgoing, number: int) -> None:
-        """Exchange what the solo step of outer step `number` sends, as soon as it is computed."""
+        """Exchange what the local step of outer step `number` sends, as soon as it is computed."""
         self._under_way[number] = self._thread.submit(self._exchange, outgoing, np.int32(number))
 
     def take(self, number: int) -> Arrived:
         """Return what the exchange gave of outer step `number`, on the run's devices, once it is dispatched."""
-        return self._on_devices(self._under_way.pop(number).result(), self._background.arriving)
+        return self._on_devices(self._under_way.pop(number).result(), self._background.arrived)
 
     def wait(self) -> None:
         """Wait for all exchanges in flight, so that every process launches what follows after them."""

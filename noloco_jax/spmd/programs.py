@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.exchange.all_reduce import all_mean
-from noloco_jax.exchange.axes import AxisName
-from noloco_jax.methods import method_of
+from noloco_jax.methods import has_delay, method_of
 from noloco_jax.model.kind import check_kind, init_params, num_params
 from noloco_jax.outer.rule import OuterState, computed
 from noloco_jax.outer.transform import OuterOptimizer
@@ -27,6 +26,7 @@ from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
+from noloco_jax.spmd.outer_programs import OuterPrograms, build_outer, outer_axes, over_mesh
 from noloco_jax.spmd.sharding import REPLICAS, SLOT
 from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processes
 from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
@@ -71,6 +71,7 @@ class Programs:
       init: key -> TrainState at rest, the same weights in every replica.
       from_params: parameters of one replica (no replica axis) -> TrainState at rest.
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
+      outer: those of the outer optimizer, one by one; None for methods without.
       outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
       correct_step: (params, outer at rest) -> (params, outer at rest) with the oldest pending correction applied; None
         without a delay.
@@ -91,6 +92,7 @@ class Programs:
     init: Callable[..., TrainState]
     from_params: Callable[..., TrainState]
     inner_step: Callable[..., Any]
+    outer: OuterPrograms | None
     outer_step: Callable[..., Any] | None
     correct_step: Callable[..., Any] | None
     evaluate: Callable[..., Any]
@@ -141,22 +143,6 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         donate=(0, 1),
     )
 
-    outer_step = correct_step = None
-    if outer is not None:
-        axes = outer_axes(outer)
-
-        def outer_program(step: Callable[..., Any]) -> Any:
-            return compiled(
-                jax.vmap(step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT),
-                in_specs=(specs.params, specs.outer),
-                out_specs=(specs.params, specs.outer),
-                out_shardings=(on_mesh.params, on_mesh.outer),
-                donate=(0, 1),
-            )
-
-        outer_step = outer_program(outer.step)
-        if outer.steps.schedule.delay:
-            correct_step = outer_program(outer.apply)
     evaluate = compiled(
         losses.evaluate,
         in_specs=(specs.params, sharding.BATCH_SPEC),
@@ -171,6 +157,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     if shares_batches is None:
         shares_batches = spans_processes(mesh)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, on_mesh)
+    outer_programs = None if outer is None else OuterPrograms(outer, state.params, state.outer, mesh)
     return Programs(
         mesh=mesh,
         state=state,
@@ -182,8 +169,9 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         ),
         from_params=jax.jit(from_params, out_shardings=on_mesh, compiler_options=RUN_ONCE),
         inner_step=inner_step,
-        outer_step=outer_step,
-        correct_step=correct_step,
+        outer=outer_programs,
+        outer_step=outer_programs and outer_programs.step,
+        correct_step=outer_programs.apply if outer_programs and has_delay(config) else None,
         evaluate=evaluate,
         merge=compiled(_merge, in_specs=(specs.params,), out_specs=specs.params, out_shardings=on_mesh.params),
         spread=compiled(
@@ -193,44 +181,9 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     )
 
 
-def build_outer(config: TrainConfig, axis_name: AxisName = REPLICAS) -> OuterOptimizer | None:
-    """Build the outer optimizer of a run's method, for replicas on these axes; None for methods without."""
-    method = method_of(config)
-    if not method.has_outer_steps:
-        return None
-    return method.outer_optimizer(config, axis_name, sharding.fragments_of(config.model, config.outer.fragments))
-
-
-def over_mesh(
-    mesh: Mesh,
-    body: Callable[..., Any],
-    in_specs: Any,
-    out_specs: Any,
-    out_shardings: Any,
-    donate: tuple[int, ...] = (),
-) -> Any:
-    """Run a function of one device's slots over the whole mesh; `fsdp` and `tensor` are left to the partitioner."""
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=sharding.manual(in_specs),
-        out_specs=sharding.manual(out_specs),
-        axis_names=set(sharding.MANUAL_AXES),
-        check_vma=False,
-    )
-    return jax.jit(mapped, out_shardings=out_shardings, donate_argnums=donate)
-
-
 def shardings_of(shapes: PyTree) -> PyTree:
     """Return the shardings of shapes."""
     return jax.tree.map(lambda x: x.sharding, shapes)
-
-
-def outer_axes(outer: OuterOptimizer) -> OuterState:
-    """Return the `vmap` axes of the outer state: 0 for leaves with the parameters' shapes, None for the others."""
-    state = jax.eval_shape(outer.init, jnp.zeros([]))  # one parameter stands for all: a prefix of every state
-    axes: Any = optax.tree.map_params(outer, lambda _: 0, state, transform_non_params=lambda _: None)
-    return axes
 
 
 def _from_params(

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
     place = find_place(flags, os.environ)
     keep_freed_memory()
-    from noloco_jax.train.training import train_at  # imported late, so that --help and wrong flags do not wait for jax
+    from noloco_jax.train.run import train_at  # imported late, so that --help and wrong flags do not wait for jax
 
     return train_at(
         place,

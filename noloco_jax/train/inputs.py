@@ -58,7 +58,7 @@ def _tokenizer(config: TrainConfig, data: RunData) -> Tokenizer | None:
     return tokenizer
 
 
-def open_data(
+def open_inputs(
     config: TrainConfig,
     data: RunData,
     tokenizer: Tokenizer | None,
@@ -73,7 +73,7 @@ def open_data(
       data: its documents.
       tokenizer: its tokenizer, if it has one.
       programs: its programs.
-      numbers: as `Mode.replica_numbers` returns them.
+      numbers: the number of the first replica here among those that share the data, and how many share them.
       console: where to print.
     """
     first, count = numbers

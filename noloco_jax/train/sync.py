@@ -228,7 +228,7 @@ class BackgroundSync(CollectiveSync):
         self._exchange.close()
 
     def _outer_step(self, state: TrainState, number: int) -> TrainState:
-        params, outer, outgoing = self._background.solo(state.params, state.outer)
+        params, outer, outgoing = self._background.local_step(state.params, state.outer)
         self._exchange.begin(outgoing, number)
         return state._replace(params=params, outer=outer)
 

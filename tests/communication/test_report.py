@@ -70,7 +70,7 @@ def test_a_delayed_exchange_runs_over_the_hosts_and_alone_crosses_replicas():
     report = report_of("noloco", 8, {"sync_every": 4, "delay": 2})
     assert "outer_step" not in report.collectives
     assert across(report, "exchange") == {("ppermute", ("replica",))}
-    assert not any(across(report, program) for program in ("inner_step", "solo", "store", "correct_step"))
+    assert not any(across(report, program) for program in ("inner_step", "local_step", "store", "correct_step"))
 
 
 def test_replicas_that_share_a_device_send_the_devices_block_in_one_message():

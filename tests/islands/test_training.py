@@ -17,14 +17,15 @@ from noloco_jax.islands import steps
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.interfaces import Met
 from noloco_jax.islands.membership import Membership
-from noloco_jax.islands.mode import IslandMode
+from noloco_jax.islands.programs import build_solo
+from noloco_jax.islands.run import labels_of, observe_by
 from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
 from noloco_jax.islands.sync import IslandSync
+from noloco_jax.metrics.writer import MetricWriter
 from noloco_jax.schedule import SyncSchedule
-from noloco_jax.spmd.compile import PROGRAMS, compile_programs
+from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs, shardings_of
-from noloco_jax.train.training import _open_metrics
 from support.at_once import side_by_side, wait_for_exchanges
 from support.fake_wandb import FakeWandb
 from support.rosters import on_loopback
@@ -124,10 +125,8 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(tm
     link: Any = SimpleNamespace(
         stride=lambda most: 1, round_ended=lambda number, step, message, norm, tokens: weights.append(tokens)
     )
-    mode = IslandMode(SimpleNamespace(name="paris", roster=world.roster))  # type: ignore[arg-type]
-    mode.prepare(world.own, world.programs)
     state = world.programs.init(draws.key(0))
-    island = IslandSteps(link, mode._solo, lambda item: state, lambda step: 1000)
+    island = IslandSteps(link, build_solo(world.own, world.programs), lambda item: state, lambda step: 1000)
     state, step = island.caught_up(CaughtUp(-1, 0, {}))
     for step in range(1, WARM_UP_STEPS + 5):
         state, _ = island.advance(state, step - 1, 1)
@@ -137,11 +136,6 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(tm
     shares = [min(step / (WARM_UP_STEPS + 1), 1) for step in range(1, WARM_UP_STEPS + 5)]
     expected = [1000 * (one + other) / 2 for one, other in zip(shares[::2], shares[1::2], strict=True)]
     np.testing.assert_allclose(weights, expected, atol=1.01)
-
-
-def test_an_island_compiles_only_the_programs_of_a_run_that_it_calls():
-    """Its exchanges have programs of their own, and there is no other replica in its process to compare with."""
-    assert {*PROGRAMS} - {*IslandMode.unused} == {"share_batch", "inner_step", "evaluate"}
 
 
 def test_the_bytes_sent_are_those_of_messages_that_were_exchanged_and_lines_come_every_few_steps():
@@ -176,10 +170,13 @@ def test_the_bytes_sent_are_those_of_messages_that_were_exchanged_and_lines_come
 def test_an_island_s_figures_reach_tensorboard_wandb_and_those_who_watch(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    mode = IslandMode(Membership(on_loopback("paris", "rome", run="c4"), "paris", None))
+    member = Membership(on_loopback("paris", "rome", run="c4"), "paris", None)
     shown: dict[str, float] = {}
-    mode._link = SimpleNamespace(record=shown.update)  # type: ignore[assignment]
-    with _open_metrics(tmp_path, None, "project", mode, {}) as metrics:
+    link: Any = SimpleNamespace(record=shown.update)
+    labels = labels_of(member).in_wandb
+    with MetricWriter(
+        tmp_path, resume_step=None, wandb_project="project", wandb_labels=labels, observe=observe_by(link)
+    ) as metrics:
         metrics.write(10, "train", loss=2.5, grad_norm=1.0, tokens_per_second=100.0)
         metrics.write(12, "exchange", partner="rome", participation=0.5)
         metrics.write(12, "eval", island="paris", perplexity=9.0)

@@ -15,7 +15,8 @@ from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
-from noloco_jax.train import training as trainer
+from noloco_jax.train import phases
+from noloco_jax.train.run import train
 from support import tiny_model
 from support.oracle import noloco_step, replica_spread
 from support.paths import CONFIGS
@@ -40,9 +41,9 @@ def test_a_runs_outer_steps_match_the_oracle_with_the_pairings_groups(config, tm
 
         return dataclasses.replace(programs, outer_step=watched)
 
-    monkeypatch.setattr(trainer, "compile_programs", compile_and_watch)
+    monkeypatch.setattr(phases, "compile_programs", compile_and_watch)
     run = from_dict(load_config(str(config), ["--config.outer.momentum=0.5", "--config.outer.sync_every=4"]))
-    assert trainer.train(run, tmp_path / "run") == 0
+    assert train(run, tmp_path / "run") == 0
 
     pairing = nj.RandomPairing(run.num_replicas, seed=run.seed)
     drawn = [pairing.pool[int(pairing.pool_index(number))] for number in range(6)]

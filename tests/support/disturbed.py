@@ -65,7 +65,7 @@ def late(process: str, late_step: str, seconds: str) -> None:
 
 
 def waiting() -> None:
-    from noloco_jax.islands import mode
+    from noloco_jax.islands import run
     from noloco_jax.islands.steps import IslandSteps
     from support.at_once import wait_for_exchanges
 
@@ -74,7 +74,7 @@ def waiting() -> None:
             super().__init__(*arguments, **options)
             wait_for_exchanges(self)
 
-    mode.IslandSteps = Waiting
+    run.IslandSteps = Waiting
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.model.kind import init_params
-from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
+from noloco_jax.spmd.background import compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
@@ -102,8 +102,8 @@ def syncs_of(config: TrainConfig, programs: Programs) -> Callable[[], Collective
     """Return a function that makes the sync of each start of a run, from programs that are compiled once."""
     if not is_in_background(config, programs.mesh):
         return partial(CollectiveSync, config, programs)
-    built = build_background(config, programs, host_mesh(programs.mesh))
-    return partial(BackgroundSync, config, programs, compile_background(built, programs))
+    background = compile_background(programs, host_mesh(programs.mesh))
+    return partial(BackgroundSync, config, programs, background)
 
 
 def trained(config: TrainConfig, programs: Programs, start: Callable[[], Sync], restart_at: int) -> TrainState:

@@ -7,16 +7,17 @@ import jax
 import numpy as np
 import pytest
 
+from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.islands import start
-from noloco_jax.islands.membership import Membership
-from noloco_jax.islands.mode import IslandMode
+from noloco_jax.islands.membership import Membership, write_incarnation
 from noloco_jax.islands.network import Link
+from noloco_jax.islands.programs import build_solo
+from noloco_jax.islands.run import island_steps, link_plan
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
-from noloco_jax.train.mode import Resumed
 from support import tiny_model
 from support.rosters import on_loopback
 
@@ -48,14 +49,14 @@ class World:
 
     def join(self, name: str, **options: Any) -> tuple[Link, IslandSteps]:
         """Start an island as a run does, from no checkpoint; the others are waited for."""
-        mode = IslandMode(Membership(self.roster, name, None, **options))
-        mode.prepare(self.own, self.programs)
-        workdir, new = self.folder / name, Resumed(0, None)
-        assert mode.connect(self.config, workdir, new, lambda: False, self.lines.append, None)
-        mode.sync(self.own, self.programs)
-        assert mode.begin(lambda: False, 0, 0.0)
-        assert mode._link is not None
-        return mode._link, mode._steps
+        member, solo = Membership(self.roster, name, None, **options), build_solo(self.own, self.programs)
+        plan = link_plan(self.config, member, solo, self.programs, self.folder / name, None, None)
+        link = Link(plan, self.lines.append)
+        link.open().result()
+        steps = island_steps(self.own, member, link, solo, self.programs, OneProcess())
+        link.begin().result()
+        write_incarnation(self.folder / name, plan.incarnation)
+        return link, steps
 
     def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
         """Make the batch of some replicas, a function of step and replica alone."""

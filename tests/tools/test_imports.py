@@ -74,7 +74,7 @@ def test_there_are_no_circular_imports():
 def imported() -> dict[str, set[str]]:
     """Return what one process has imported after each of three programs, which it runs one after the other."""
     programs = {
-        "a run of all replicas": "import noloco_jax.train.training",
+        "a run of all replicas": "import noloco_jax.train.run",
         "routes": "from noloco_jax.exchange.permute import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
         "pictures": "import noloco_jax.metrics.curves, noloco_jax.compare.report, noloco_jax.simulate.command",
     }
@@ -88,7 +88,7 @@ def test_matplotlib_is_imported_only_for_drawing(imported):
     assert "matplotlib" not in imported["pictures"]
 
 
-HEAVY = ("jax", "numpy", "optax", "flax", "orbax", "grain", "pyarrow", "rich", "noloco_jax.train.training")
+HEAVY = ("jax", "numpy", "optax", "flax", "orbax", "grain", "pyarrow", "rich", "noloco_jax.train.run")
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,10 @@ from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.metrics import memory
 from noloco_jax.model.huggingface import save_folder
-from noloco_jax.train import inputs
-from noloco_jax.train import training as trainer
+from noloco_jax.train import inputs, phases
 from noloco_jax.train.inputs import given_weights
 from noloco_jax.train.resume import check_end
-from noloco_jax.train.training import train
+from noloco_jax.train.run import train
 from support import processes
 from support.data_makers import write_c4
 from support.model_makers import random_params
@@ -95,7 +94,7 @@ def no_compiling(monkeypatch):
     def fail(*_: object) -> NoReturn:
         pytest.fail("compilation began before the refusal")
 
-    monkeypatch.setattr(trainer, "_compile", fail)
+    monkeypatch.setattr(phases, "compile_run", fail)
 
 
 def test_another_tokenizer_is_refused_before_anything_is_compiled(config, trained, monkeypatch, no_compiling):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict, load_config, to_dict
-from noloco_jax.train import loop, training
-from noloco_jax.train.training import train
+from noloco_jax.train import loop, phases
+from noloco_jax.train.run import train
 from support import processes
 
 pytestmark = pytest.mark.timeout(900)
@@ -51,15 +51,15 @@ def test_a_closed_stdout_pipe_neither_stops_nor_changes_the_run(config, uninterr
 @pytest.fixture
 def compiled_once(monkeypatch):
     """Compile the programs of a run once for all its starts in this process: they are functions of their arguments."""
-    compile_run, made = training._compile, {}
+    compile_run, made = phases.compile_run, {}
 
-    def compile_once(config, *arguments, **options):
-        key = json.dumps(to_dict(config))
+    def compile_once(setup, *arguments, **options):
+        key = json.dumps(to_dict(setup.config))
         if key not in made:
-            made[key] = compile_run(config, *arguments, **options)
+            made[key] = compile_run(setup, *arguments, **options)
         return made[key]
 
-    monkeypatch.setattr(training, "_compile", compile_once)
+    monkeypatch.setattr(phases, "compile_run", compile_once)
 
 
 @contextlib.contextmanager

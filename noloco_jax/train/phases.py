@@ -1,0 +1,329 @@
+"""Phases of a training run, in their order: check, open, compile, resume, loop, finish.
+
+`train.run` and `islands.run` call them, the one for all replicas in one program, the other for an island of one.
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+
+from noloco_jax import draws
+from noloco_jax.checkpoint.record import write_start
+from noloco_jax.checkpoint.saved import Saved
+from noloco_jax.checkpoint.store import Checkpointer
+from noloco_jax.checkpoint.totals import Totals
+from noloco_jax.cluster.host import find_devices
+from noloco_jax.cluster.processes import Processes, run_processes
+from noloco_jax.cluster.stop import Stop
+from noloco_jax.cluster.workdir_lock import workdir_locked
+from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
+from noloco_jax.errors import TransientError
+from noloco_jax.files import check_writable, without_room
+from noloco_jax.formatting import format_memory
+from noloco_jax.metrics.console import Progress, banner, make_console
+from noloco_jax.metrics.curves import plot_curves
+from noloco_jax.metrics.evaluate import Validation
+from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_peak, program_memory
+from noloco_jax.metrics.peaks import peak_of
+from noloco_jax.metrics.writer import MetricWriter, check_wandb
+from noloco_jax.model.kind import Params
+from noloco_jax.patience import told_if_slow
+from noloco_jax.spmd.background import training_devices
+from noloco_jax.spmd.batches import GlobalBatches
+from noloco_jax.spmd.compile import FIRST_WEIGHTS, compile_programs, keep_programs
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.train.inputs import check_inputs, given_weights, open_inputs
+from noloco_jax.train.loop import train_steps
+from noloco_jax.train.messages import Messages
+from noloco_jax.train.parts import Outcome, Run
+from noloco_jax.train.resume import check_end, completion, restored_state
+from noloco_jax.train.sample import sample_of_run
+from noloco_jax.train.sync import Sync
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """Flags of a start of a run, of `train` and `island train` alike.
+
+    Attributes:
+      from_step: the checkpoint to go back to, see `Checkpointer.start`; None: the newest.
+      dry_run: check everything, including the files of the checkpoint to resume from, and stop before anything is
+        compiled or written.
+      force_unlock: take the lock of a trainer on another machine.
+      wandb_project: W&B project to log to as well.
+    """
+
+    from_step: int | None = None
+    dry_run: bool = False
+    force_unlock: bool = False
+    wandb_project: str | None = None
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Names of a run among others.
+
+    Attributes:
+      in_metrics: labels beside the configuration.
+      in_wandb: name and group of its run; empty: W&B finds a name.
+    """
+
+    in_metrics: Mapping[str, Any]
+    in_wandb: Mapping[str, str]
+
+
+class Setup(NamedTuple):
+    """A run whose configuration, data and memory are checked; nothing is opened, compiled or written yet.
+
+    Attributes:
+      run_config: configuration of the whole run.
+      config: that of this process's programs.
+      workdir: its folder.
+      flags: of this start.
+      processes: processes that train together.
+      console: silent on all of them but the first.
+      data, tokenizer: of the run; the latter None if it needs none.
+      programs: to be compiled at their first call.
+    """
+
+    run_config: TrainConfig
+    config: TrainConfig
+    workdir: Path
+    flags: RunFlags
+    processes: Processes
+    console: Console
+    data: RunData
+    tokenizer: Tokenizer | None
+    programs: Programs
+
+
+class Opened(NamedTuple):
+    """What a run holds open.
+
+    Attributes:
+      stop: request to stop the run.
+      checkpoints: storage of its state.
+      saved: the checkpoint to resume from; None: a new run.
+      step: inner steps in it.
+      totals: totals of the run's earlier starts.
+    """
+
+    stop: Stop
+    checkpoints: Checkpointer
+    saved: Saved | None
+    step: int
+    totals: Totals
+
+
+def check_run(
+    run_config: TrainConfig, config: TrainConfig, workdir: Path, flags: RunFlags, processes: Processes | None = None
+) -> Setup:
+    """Raise `UserError` for what would fail later: folders, devices, configuration, the data's form.
+
+    Args:
+      run_config, config, workdir, flags: see `Setup`.
+      processes: processes that train together; None: all processes of JAX.
+    """
+    devices = find_devices()  # first: whatever else asks JAX ends the process where a variable is wrong
+    processes, console = processes or run_processes(), make_console()
+    console.quiet = jax.process_index() > 0
+    for folder in (workdir, workdir / "checkpoints"):
+        check_writable(folder)
+    if flags.wandb_project:
+        check_wandb()
+    data, tokenizer = check_inputs(run_config, console)
+    programs = build_programs(config, make_mesh(config, training_devices(config, devices)))
+    check_memory(config, programs)
+    return Setup(run_config, config, workdir, flags, processes, console, data, tokenizer, programs)
+
+
+@contextlib.contextmanager
+def open_run(setup: Setup) -> Iterator[Opened]:
+    """Hold the lock of the workdir, the handlers of signals and the checkpoints for as long as the body runs."""
+    workdir, flags, processes = setup.workdir, setup.flags, setup.processes
+    with (
+        contextlib.nullcontext() if flags.dry_run else workdir_locked(workdir, processes, force=flags.force_unlock),
+        Stop(processes) as stop,
+        Checkpointer(
+            workdir, setup.run_config, processes, from_step=flags.from_step, read_only=flags.dry_run
+        ) as checkpoints,
+    ):
+        saved = checkpoints.start()
+        stop.is_due()  # from here on a SIGTERM to one of several processes stops all
+        start = (0, Totals()) if saved is None else (saved.step, saved.totals)
+        yield Opened(stop, checkpoints, saved, *start)
+
+
+def is_complete(setup: Setup, saved: Saved | None) -> bool:
+    """Return True, and say so, where nothing is left to train; raise `UserError` where steps are missing."""
+    if saved is None:
+        return False
+    check_end(setup.config, saved)
+    if saved.step < setup.config.num_steps or setup.flags.dry_run:
+        return False
+    setup.console.print(completion(saved))
+    return True
+
+
+def check_room(setup: Setup) -> None:
+    """Raise `TransientError` where a checkpoint does not fit on the disk; a dry run may be for another machine."""
+    message = setup.processes.broadcast(lambda: without_room(setup.workdir, checkpoint_bytes(setup.programs)))
+    if message and not setup.flags.dry_run:
+        raise TransientError(message)
+    if message and jax.process_index() == 0:
+        warnings.warn(message, stacklevel=2)
+
+
+def open_data(
+    setup: Setup,
+    saved: Saved | None,
+    positions: Sequence[dict[str, Any]],
+    numbers: tuple[int, int],
+    rows: Sequence[tuple[str, object]],
+) -> tuple[Validation, ReplicaStreams, Params | None]:
+    """Print the banner; open the data at the checkpoint's position, and compare the checkpoint with its digests.
+
+    Args:
+      setup: the run.
+      saved: the checkpoint to resume from.
+      positions: the position in the data of each replica here, of that checkpoint.
+      numbers: the number of the first replica here among those that share the data, and how many share them.
+      rows: of the banner.
+
+    Returns:
+      The validation batches, the replicas' streams, and the weights of `init_from` where a new run begins with them.
+    """
+    config, console = setup.config, setup.console
+    banner(rows, console)
+    validation, streams = open_inputs(config, setup.data, setup.tokenizer, setup.programs, numbers, console)
+    if saved is None:
+        return validation, streams, given_weights(config, setup.tokenizer)
+    streams.set_state(dict(enumerate(positions)))
+    with told_if_slow(f"comparing the checkpoint of step {saved.step} with its digests", console.print):
+        line = saved.verify()
+    if setup.flags.dry_run:
+        console.print(line)
+    return validation, streams, None
+
+
+def compile_run(setup: Setup, stop: Stop, needed: Sequence[str], *, draws_weights: bool) -> Programs | None:
+    """Compile the programs that a run needs; return None if it was told to stop meanwhile."""
+    keep_programs()
+    stop.current = "the compilation"
+    started = time.perf_counter()
+    with told_if_slow("still compiling", setup.console.print):
+        only = [*needed, FIRST_WEIGHTS] if draws_weights else needed
+        programs = compile_programs(setup.config, setup.programs, only=only)
+    memory = format_memory(compiled_peak(program_memory(programs)))
+    setup.console.print(f"compiled in {time.perf_counter() - started:.1f} s, for {memory} of memory a device")
+    return None if stop.is_due() else programs
+
+
+def first_state(setup: Setup, opened: Opened, programs: Programs, given: Params | None) -> TrainState:
+    """Return the checkpoint's state; of a new run, one of the given weights or, without them, of drawn ones."""
+    if opened.saved is not None:
+        return restored_state(
+            setup.config, programs, opened.checkpoints, opened.saved, setup.flags.from_step, setup.console
+        )
+    return programs.init(draws.key(setup.config.seed)) if given is None else programs.from_params(given)
+
+
+def before_training(setup: Setup, stop: Stop) -> int:
+    """Say that the run was told to stop before its first step; return the exit status."""
+    setup.console.print(f"{stop.reason} before training: the same command starts again")
+    return stop.exit_status
+
+
+def train_to_end(
+    setup: Setup,
+    opened: Opened,
+    programs: Programs,
+    sync: Sync,
+    state: TrainState,
+    streams: ReplicaStreams,
+    evaluate: Callable[[Any], dict[str, Any]],
+    messages: Messages,
+    labels: Labels | None = None,
+    observe: Callable[[int, str, Mapping[str, Any]], None] = lambda step, kind, values: None,
+) -> Outcome:
+    """Take the inner steps from the state to the run's end, or until it is told to stop.
+
+    Args:
+      setup, opened: the run.
+      programs: compiled.
+      sync: its exchanges.
+      state: after `opened.step` inner steps.
+      streams: training data of this process's replicas.
+      evaluate: fast weights -> the figures of an evaluation.
+      messages: bytes that replicas send each other.
+      labels: the run's names.
+      observe: receives the step, kind and figures of every metrics line, as plain values.
+    """
+    config, console, labels = setup.config, setup.console, labels or Labels({}, {})
+    is_first = jax.process_index() == 0
+    if is_first:
+        write_start(setup.run_config, setup.workdir, is_new=opened.saved is None)
+    with (
+        MetricWriter(
+            setup.workdir,
+            resume_step=None if opened.saved is None else opened.step,
+            wandb_project=setup.flags.wandb_project,
+            wandb_labels=labels.in_wandb,
+            run_config={**to_dict(config), **labels.in_metrics},
+            writes=is_first,
+            observe=observe,
+        ) as metrics,
+        Progress(config.num_steps, start_step=opened.step, log_every=config.log_every, console=console) as progress,
+    ):
+        setup.processes.barrier("start")  # so that all clocks start together
+        run = Run(
+            config=config,
+            programs=programs,
+            batches=GlobalBatches(streams, programs),
+            evaluate=evaluate,
+            checkpoints=opened.checkpoints,
+            totals=opened.totals,
+            messages=messages,
+            peak_flops_per_second=_peak(config, programs),
+            metrics=metrics,
+            progress=progress,
+            stop=opened.stop,
+            sync=sync,
+        )
+        outcome = train_steps(run, state, opened.step)
+    sync.close(outcome.state, outcome.finished)
+    return outcome
+
+
+def finish(setup: Setup, stop: Stop, sync: Sync, programs: Programs, outcome: Outcome) -> int:
+    """Write a sample and the curves of a finished run, or why it stopped; return the exit status."""
+    console = setup.console
+    if not outcome.finished and sync.end_reason is not None:
+        console.print(f"{sync.end_reason}: everything is saved at step {outcome.step}, nothing is left to do here")
+        return 0
+    if not outcome.finished:
+        console.print(f"{stop.reason}: everything is saved at step {outcome.step}, the same command resumes from there")
+        return stop.exit_status
+    with told_if_slow("writing the sample: its programs compile first", console.print):
+        sample = sample_of_run(setup.config, setup.tokenizer, programs, outcome.state.params)
+    if jax.process_index() == 0:
+        if sample is not None:
+            console.print("the model writes:", style="bold")
+            console.print(sample)
+        console.print(f"curves: {plot_curves(setup.workdir)}")
+    return 0
+
+
+def _peak(config: TrainConfig, programs: Programs) -> float | None:
+    """Return the peak FLOP/s of all devices together; None if it is unknown."""
+    peak = peak_of(programs.mesh.devices.flat[0].device_kind, config.model.dtype)
+    return peak and peak.flops_per_second * programs.mesh.size
