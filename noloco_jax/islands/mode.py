@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from noloco_jax.cluster.start import joined
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import UserError, tell
 from noloco_jax.files import full_disk_told
+from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.interfaces import PATIENCE
@@ -36,6 +38,7 @@ from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.metrics.evaluate import Validation, evaluate_alone
 from noloco_jax.outer.rule import at_num_outer_steps
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.first_process import from_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, PyTree, TrainState
@@ -153,7 +156,7 @@ class IslandMode:
             codec=codec_of(solo.wire, solo.message, solo.payload, solo.dims),
             forms=StateForms(specs_of(self._programs.state), len(jax.tree.leaves(self._programs.state.params))),
             patience=PATIENCE * config.outer.fragments,
-            fits=lambda round, step: 0 < step < config.num_steps and round + 1 == schedule.total(step),
+            fits=partial(can_be_at, schedule, config.num_steps),
             workdir=workdir,
             incarnation=incarnation,
             steps_per_round=schedule.gap,
@@ -205,6 +208,8 @@ class IslandMode:
 
     def close(self) -> None:
         if self._link is not None:
+            if isinstance(sys.exception(), UserError):  # the same command would fail again
+                self._link.leave(pb.Status.GONE)
             self._link.close()
 
     def _until(self, is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:
@@ -213,6 +218,11 @@ class IslandMode:
             if is_stopping():
                 return False
         return True
+
+
+def can_be_at(schedule: SyncSchedule, num_steps: int, round: int, step: int) -> bool:
+    """Return whether the last round of a run can be this one after this inner step."""
+    return 0 < step <= num_steps and round + 1 == schedule.total(step)
 
 
 def never(seconds: float) -> bool:

@@ -9,6 +9,8 @@ import pytest
 
 from noloco_jax.errors import INTERRUPTED, RESTART
 from noloco_jax.island import local
+from support.live_island import LiveIsland, training, wait_for
+from support.rosters import on_loopback, with_keys
 
 # In place of an island: writes its arguments, and does what `--act` says at each of its starts.
 PROGRAM = """
@@ -56,6 +58,26 @@ def test_a_signal_lets_all_islands_save_and_merges_nothing(monkeypatch, tmp_path
     assert trained(monkeypatch, tmp_path, f"{signals}; time.sleep(60)") == status
     assert starts(tmp_path) == [1, 1, 1]
     assert not (tmp_path / "merged").exists()
+
+
+def test_the_others_hear_that_an_island_is_given_up_until_they_have_ended(monkeypatch, tmp_path):
+    told: list[tuple[Path, list[str]]] = []
+    monkeypatch.setattr(local, "_tell_given_up", lambda folder, names: told.append((folder, names)))
+    monkeypatch.setattr(local, "_TELL_EVERY_SECONDS", 0.5)
+    act = "sys.exit(2) if values['--name'] == 'island1' else time.sleep(3)"
+    assert trained(monkeypatch, tmp_path, act) == 2
+    assert len(told) > 1 and all(one == (tmp_path, ["island1"]) for one in told)
+
+
+def test_an_island_that_its_launcher_gave_up_is_known_as_gone_to_one_that_trains(tmp_path):
+    roster, keys = with_keys(on_loopback("island0", "island1"), tmp_path)
+    island = LiveIsland("island0", roster, tmp_path, keys / "island0")
+    with training(island):
+        wait_for(lambda: island.link.is_listening)
+        assert island.link.unfinished() == ["island1"]
+        local._tell_given_up(tmp_path, ["island1"])
+        assert island.link.unfinished() == []
+        wait_for(lambda: island.step > 0, 60)  # nor does it wait for island1 to begin
 
 
 @pytest.mark.parametrize(
