@@ -16,7 +16,7 @@ FAR_WEIGHTS = 8.0  # largest distance from the own weights, in multiples of thei
 # round are 0.03 norms from it, one that is half a run behind 0.4, and one of the first rounds 0.7.
 FAR_FROM_MEDIAN = 2.0  # in multiples of the median's norm
 SPREADS = 8.0  # in multiples of the others' median distance from it, as weights that began at zero may be far apart
-_CHUNK = 1 << 20  # values of each island in memory at once
+_CHUNK = 1 << 16  # values of each island at once: they stay in the processor's cache
 
 Arrays = Sequence[np.ndarray]
 
@@ -66,8 +66,9 @@ def apart(reference: Arrays, other: Arrays) -> float:
     """Return the distance of weights from a reference, in multiples of the reference's norm."""
     distance = norm = 0.0
     for one, another in _chunks([reference, other]):
-        norm += _square(one)
-        distance += _square(another - one)
+        with np.errstate(over="ignore"):
+            norm += _square(one)
+            distance += _square(another - one)
     return _ratio(distance**0.5, norm**0.5)
 
 
@@ -75,23 +76,33 @@ def _from_median(weights: Sequence[Arrays]) -> tuple[list[float], float]:
     """Return the distance of each island's weights from the coordinatewise median of all, and the median's norm."""
     squares, norm = [0.0] * len(weights), 0.0
     for values_IC in _chunks(weights):
-        median_C = np.median(values_IC, axis=0)
+        median_C = _median(values_IC)
         norm += _square(median_C)
-        for number, values_C in enumerate(values_IC):
-            squares[number] += _square(values_C - median_C)
+        with np.errstate(over="ignore"):
+            for number, values_C in enumerate(values_IC):
+                squares[number] += _square(values_C - median_C)
     return [square**0.5 for square in squares], norm**0.5
 
 
-def _chunks(weights: Sequence[Arrays]) -> Iterator[np.ndarray]:
-    """Yield the same values of all islands, of shape (island, value), in float64."""
+def _median(values_IC: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the median over islands. Sorting whole rows takes a twentieth of `np.median`'s time for few islands."""
+    rows = list(values_IC)
+    for number in range(len(rows)):
+        for i in range(number % 2, len(rows) - 1, 2):
+            rows[i], rows[i + 1] = np.minimum(rows[i], rows[i + 1]), np.maximum(rows[i], rows[i + 1])
+    return rows[(len(rows) - 1) // 2] / 2 + rows[len(rows) // 2] / 2
+
+
+def _chunks(weights: Sequence[Arrays]) -> Iterator[list[np.ndarray]]:
+    """Yield the same values of each island, in float32."""
     for arrays in zip(*weights, strict=True):
         flat = [x.reshape(-1) for x in arrays]
         for start in range(0, flat[0].size, _CHUNK):
-            yield np.stack([x[start : start + _CHUNK].astype(np.float64) for x in flat])
+            yield [x[start : start + _CHUNK].astype(np.float32, copy=False) for x in flat]
 
 
 def _square(x: np.ndarray) -> float:
-    return float(np.dot(x, x))
+    return float(np.dot(x, x))  # infinite where it overflows, which is far
 
 
 def _ratio(distance: float, norm: float) -> float:

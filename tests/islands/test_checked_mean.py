@@ -109,6 +109,12 @@ def test_the_distance_from_a_reference_is_that_of_numpy_over_any_number_of_chunk
     assert checked_mean(honest(4) | {"rome": scaled(one, 1e6)}).left_out.keys() == {"rome"}
 
 
+@pytest.mark.parametrize("count", range(1, 10))
+def test_the_median_is_that_of_numpy(count):
+    values = np.random.default_rng(count).normal(size=(count, 1000)).astype(np.float32)
+    np.testing.assert_allclose(module._median([*values]), np.median(values, axis=0), rtol=1e-6)
+
+
 def test_large_finite_weights_do_not_overflow():
     weights = honest(4)
     weights["rome"] = [np.full_like(x, 3e38) for x in weights["rome"]]
