@@ -24,7 +24,7 @@ from noloco_jax.islands.commands import discover, open_run
 from noloco_jax.metrics.console import make_console
 
 _MAX_STARTS = 11
-_TELL_EVERY_SECONDS, _TELL_SECONDS = 10.0, 1.0  # interval of telling of islands given up; timeout of an answer
+_TELL_EVERY_SECONDS, _TELL_SECONDS = 10.0, 1.0  # interval of telling who has gone; timeout of an answer
 _ISLAND = (sys.executable, "-m", "noloco_jax.island")
 
 
@@ -115,10 +115,6 @@ class _Island:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    @property
-    def is_given_up(self) -> bool:
-        return self.status not in (None, 0)
-
     def watch(self, stopping: bool) -> None:
         """Note the process's end, and start another one where that may help."""
         code = self._process.poll()
@@ -152,8 +148,8 @@ def _gpu_of(number: int, count: int) -> dict[str, str]:
     return variables
 
 
-def _tell_given_up(workdir: Path, names: Sequence[str]) -> None:
-    """Tell the islands, in the name of those given up, that nobody need wait for these."""
+def _tell_gone(workdir: Path, names: Sequence[str]) -> None:
+    """Tell the islands, in the name of those whose processes have ended for good, that nobody need wait for these."""
     for name in names:
         run = open_run(workdir / "roster.toml", workdir / "keys" / name)
         discover(run, _TELL_SECONDS, phase=pb.Status.GONE)
@@ -162,7 +158,7 @@ def _tell_given_up(workdir: Path, names: Sequence[str]) -> None:
 def _run(islands: Sequence[_Island], workdir: Path, console: Console) -> int:
     """Run the islands to their ends, and show the first one's log; return the exit status of a stop, or 0."""
     forwarded = 0
-    tell_at = 0.0  # an island that has started since knows nothing of those given up
+    tell_at = 0.0  # again and again, for islands that have started since
     with islands[0].log.open("a+b") as log, _received_signals() as received:  # the log from its end on
         for island in islands:
             island.start()
@@ -175,9 +171,9 @@ def _run(islands: Sequence[_Island], workdir: Path, console: Console) -> int:
                     island.signal(signal.SIGKILL if at_once else signal.SIGTERM)
             for island in running:
                 island.watch(stopping=forwarded > 0)
-            given_up = [island.name for island in islands if island.is_given_up]
-            if given_up and not forwarded and time.monotonic() >= tell_at:
-                _tell_given_up(workdir, given_up)
+            gone = [island.name for island in islands if island.status is not None]
+            if gone and len(gone) < len(islands) and not forwarded and time.monotonic() >= tell_at:
+                _tell_gone(workdir, gone)
                 tell_at = time.monotonic() + _TELL_EVERY_SECONDS
             console.print(log.read().decode(errors="replace"), end="")
     return INTERRUPTED if signal.SIGINT in received else RESTART if received else 0

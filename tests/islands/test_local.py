@@ -60,13 +60,14 @@ def test_a_signal_lets_all_islands_save_and_merges_nothing(monkeypatch, tmp_path
     assert not (tmp_path / "merged").exists()
 
 
-def test_the_others_hear_that_an_island_is_given_up_until_they_have_ended(monkeypatch, tmp_path):
+@pytest.mark.parametrize("status", [2, 0], ids=["given up", "complete"])
+def test_the_others_hear_that_an_island_has_ended_for_good_until_they_end(monkeypatch, tmp_path, status):
     told: list[tuple[Path, list[str]]] = []
-    monkeypatch.setattr(local, "_tell_given_up", lambda folder, names: told.append((folder, names)))
+    monkeypatch.setattr(local, "_tell_gone", lambda folder, names: told.append((folder, names)))
     monkeypatch.setattr(local, "_TELL_EVERY_SECONDS", 0.5)
-    act = "sys.exit(2) if values['--name'] == 'island1' else time.sleep(3)"
-    assert trained(monkeypatch, tmp_path, act) == 2
-    assert len(told) > 1 and all(one == (tmp_path, ["island1"]) for one in told)
+    act = f"sys.exit({status}) if values['--name'] == 'island1' else time.sleep(3)"
+    assert trained(monkeypatch, tmp_path, act) == status
+    assert len(told) > 1 and all(folder == tmp_path and "island1" in names for folder, names in told)
 
 
 def test_an_island_that_its_launcher_gave_up_is_known_as_gone_to_one_that_trains(tmp_path):
@@ -75,7 +76,7 @@ def test_an_island_that_its_launcher_gave_up_is_known_as_gone_to_one_that_trains
     with training(island):
         wait_for(lambda: island.link.is_listening)
         assert island.link.unfinished() == ["island1"]
-        local._tell_given_up(tmp_path, ["island1"])
+        local._tell_gone(tmp_path, ["island1"])
         assert island.link.unfinished() == []
         wait_for(lambda: island.step > 0, 60)  # nor does it wait for island1 to begin
 
