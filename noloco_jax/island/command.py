@@ -94,7 +94,7 @@ def _define_train_flags(parser: argparse.ArgumentParser) -> None:
         default=600.0,
         metavar="SECONDS",
         help="after the last step, serve the weights to `island merge` until all islands have taken it, at most this "
-        "long; 0: leave at once (default %(default)s)",
+        "long, or twice as long while they are fetched; 0: leave at once (default %(default)s)",
     )
     define_flags(parser)
 
@@ -164,7 +164,19 @@ def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
         "--at_least", type=int, default=1, metavar="K", help="refuse a mean of fewer islands (default %(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=600.0, help="to wait for each one's weights (default %(default)s)"
+        "--without",
+        action="extend",
+        default=[],
+        type=lambda names: names.split(","),
+        metavar="NAME",
+        help="leave islands out, by name or, of --workdirs, by the folder's: a list, or repeated",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600.0,
+        help="to wait for each one's weights, and as long again for those that will have come by then at their speed "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--evaluate",

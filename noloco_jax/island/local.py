@@ -19,9 +19,12 @@ from noloco_jax.cores import keep_on, usable_cores
 from noloco_jax.errors import INTERRUPTED, RESTART, UserError, tell
 from noloco_jax.files import one_command_in
 from noloco_jax.islands import members
+from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.commands import discover, open_run
 from noloco_jax.metrics.console import make_console
 
 _MAX_STARTS = 11
+_TELL_EVERY_SECONDS, _TELL_SECONDS = 10.0, 1.0  # interval of telling who has gone; timeout of an answer
 _ISLAND = (sys.executable, "-m", "noloco_jax.island")
 
 
@@ -45,7 +48,7 @@ def local(flags: argparse.Namespace, arguments: Sequence[str]) -> int:
             members.keys(argparse.Namespace(roster=roster, out=workdir / "keys", days=90, replace=[]))
         console = make_console()
         islands = [_Island(i, number, workdir, arguments, console) for i in range(number)]
-        if stopped := _run(islands, console):
+        if stopped := _run(islands, workdir, console):
             console.print("[launcher] all islands have stopped: the same command resumes")
             return stopped
         complete = [str(island.folder) for island in islands if island.status == 0]
@@ -145,9 +148,17 @@ def _gpu_of(number: int, count: int) -> dict[str, str]:
     return variables
 
 
-def _run(islands: Sequence[_Island], console: Console) -> int:
+def _tell_gone(workdir: Path, names: Sequence[str]) -> None:
+    """Tell the islands, in the name of those whose processes have ended for good, that nobody need wait for these."""
+    for name in names:
+        run = open_run(workdir / "roster.toml", workdir / "keys" / name)
+        discover(run, _TELL_SECONDS, phase=pb.Status.GONE)
+
+
+def _run(islands: Sequence[_Island], workdir: Path, console: Console) -> int:
     """Run the islands to their ends, and show the first one's log; return the exit status of a stop, or 0."""
     forwarded = 0
+    tell_at = 0.0  # again and again, for islands that have started since
     with islands[0].log.open("a+b") as log, _received_signals() as received:  # the log from its end on
         for island in islands:
             island.start()
@@ -160,6 +171,10 @@ def _run(islands: Sequence[_Island], console: Console) -> int:
                     island.signal(signal.SIGKILL if at_once else signal.SIGTERM)
             for island in running:
                 island.watch(stopping=forwarded > 0)
+            gone = [island.name for island in islands if island.status is not None]
+            if gone and len(gone) < len(islands) and not forwarded and time.monotonic() >= tell_at:
+                _tell_gone(workdir, gone)
+                tell_at = time.monotonic() + _TELL_EVERY_SECONDS
             console.print(log.read().decode(errors="replace"), end="")
     return INTERRUPTED if signal.SIGINT in received else RESTART if received else 0
 

@@ -1,5 +1,7 @@
 """Catching up: an island that is far behind, new, or has lost its weights continues from those of one donor.
 
+A donor that has finished gives its last weights: the island ends with them.
+
 The donor's weights flow while it trains on. Once they have come it is asked where it is by then, so that a slow line
 costs old weights, not rounds. Merges fetch weights by the same calls.
 
@@ -19,7 +21,7 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import NOT_YET_SECONDS, PIECE_BYTES, Broken, Unfit
 from noloco_jax.islands.interfaces import Network
 from noloco_jax.islands.node import Node
-from noloco_jax.islands.peers import FINISHED, MAX_ROUND
+from noloco_jax.islands.peers import ENDED, FINISHED, MAX_ROUND
 
 REACH_SECONDS = 5.0  # behind by more than these and the patience: catch up
 STUCK_SECONDS = 3.0  # behind by more than the patience, and no closer for as long: catch up
@@ -73,7 +75,7 @@ async def give(node: Node, state: State, request: pb.WeightsRequest) -> AsyncIte
     """Yield the frames for a peer or a command; raise `Broken` where there are no weights to give."""
     has_last = node.phase in FINISHED
     if not has_last and (request.last or node.phase != pb.Status.TRAINING):
-        raise Broken("it has no weights to give yet" if node.phase != pb.Status.LEAVING else "it leaves")
+        raise Broken("it has no weights to give yet" if node.phase not in ENDED else "it leaves")
     if request.position:
         locating = asyncio.ensure_future(state.position())
         async for frame in _until_done(locating):
@@ -99,8 +101,17 @@ async def _until_done(copying: asyncio.Future) -> AsyncIterator[pb.WeightsFrame]
         copying.cancel()
 
 
-async def receive(network: Network, donor: str, request: pb.WeightsRequest, size: int) -> tuple[bytes, int]:
-    """Return a donor's weights, and its last round when it sent them.
+async def receive(network: Network, donor: str, request: pb.WeightsRequest, size: int) -> bytes:
+    """Return a donor's weights; raise as `receive_into`."""
+    pieces: list[bytes] = []
+    await receive_into(network, donor, request, size, pieces.append)
+    return b"".join(pieces)
+
+
+async def receive_into(
+    network: Network, donor: str, request: pb.WeightsRequest, size: int, write: Callable[[bytes], object]
+) -> int:
+    """Call `write` with the pieces of a donor's weights; return its last round when it sent them.
 
     Raises:
       Broken: if the donor refuses, or is silent for too long.
@@ -110,14 +121,14 @@ async def receive(network: Network, donor: str, request: pb.WeightsRequest, size
         offered = await _next_frame(frames, "offer")
         if offered.num_bytes != size or not -1 <= offered.round < MAX_ROUND:
             raise Unfit(f"weights of {offered.num_bytes} bytes, where {size} are needed")
-        pieces, missing = [], size
+        missing = size
         while missing:
             piece = (await _next_frame(frames, "piece")).data
             if len(piece) != min(PIECE_BYTES, missing):
                 raise Unfit(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
             missing -= len(piece)
-            pieces.append(piece)
-    return b"".join(pieces), offered.round
+            write(piece)
+    return offered.round
 
 
 async def locate(network: Network, donor: str) -> pb.Position:
@@ -153,8 +164,9 @@ def sample(node: Node, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -
     return sorted(names, key=lambda name: name in last)[:count]
 
 
-def training(statuses: Iterable[pb.Status]) -> list[pb.Status]:
-    return [status for status in statuses if status.phase == pb.Status.TRAINING and status.round >= 0]
+def with_weights(statuses: Iterable[pb.Status]) -> list[pb.Status]:
+    """Return the statuses of islands that train or have finished: they can give weights."""
+    return [status for status in statuses if status.phase in (pb.Status.TRAINING, *FINISHED) and status.round >= 0]
 
 
 class CatchUp:
@@ -187,7 +199,7 @@ class CatchUp:
     def is_behind(self, statuses: Iterable[pb.Status], has_trained: bool = True) -> bool:
         """Return whether the own weights are too late to meet most others, and come no closer."""
         node, now = self._node, asyncio.get_running_loop().time()
-        found = training(statuses)
+        found = with_weights(statuses)
         lag = statistics.median_low(status.round - node.round for status in found) if found else 0
         if lag <= node.patience:
             self._stuck = None
@@ -208,14 +220,14 @@ class CatchUp:
           is_fit: True for a donor.
         """
         node = self._node
-        found = {name: one for name, one in statuses.items() if training([one]) and (is_fit is None or is_fit(one))}
+        found = {name: one for name, one in statuses.items() if with_weights([one]) and (is_fit is None or is_fit(one))}
         for name in self._donors(found):
             if name not in node.peers:
                 continue
             node.tell(f"catches up from {name}, at round {found[name].round + 1}; here it is round {node.round + 1}")
             try:
                 size = self._state.num_bytes(CATCH_UP)
-                data, _ = await receive(node.network, name, pb.WeightsRequest(kind=CATCH_UP), size)
+                data = await receive(node.network, name, pb.WeightsRequest(kind=CATCH_UP), size)
                 position, others = await asyncio.gather(locate(node.network, name), node.ask([*sample(node), name]))
                 self._check(position, others)
                 state = await self._state.received(data, position)
@@ -244,7 +256,7 @@ class CatchUp:
             raise Unfit(f"step {position.step} after round {position.round + 1}, which do not belong together")
         if position.round <= node.round:
             raise Unfit("weights that are no newer")
-        if found := training(statuses.values()):
+        if found := with_weights(statuses.values()):
             median, reach = self._median(found)
             if position.round > median + reach:
                 raise Unfit(f"weights of round {position.round + 1}, where most are at {median + 1}")

@@ -12,12 +12,12 @@ import numpy as np
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CATCH_UP, GIVE_SECONDS, CaughtUp
+from noloco_jax.islands.checked_mean import FAR_WEIGHTS, Arrays, apart
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.payload import EXACT, StateForms, pack
 
 _KEPT_SECONDS = 15.0  # for which encoded weights serve further requests: peers that merge ask at the same time
-FAR_WEIGHTS = 8.0  # largest distance of a donor's weights, in multiples of the own ones' norm
 
 
 class Given(NamedTuple):
@@ -102,7 +102,7 @@ class Copies:
         leaves = await self._run(self._forms.decode, CATCH_UP, data, position.small)
         if node.has_averaged and node.phase == pb.Status.TRAINING:
             own = await self._copy(numbers)
-            await self._run(_check_distance, [(own.leaves[n], leaves[n]) for n in numbers])
+            await self._run(_check_distance, *([x[n] for n in numbers] for x in (own.leaves, leaves)))
         return CaughtUp(position.round, position.step, leaves)
 
     def take_state(self, state: CaughtUp) -> None:
@@ -126,15 +126,10 @@ class Copies:
             self._encoded = None
 
 
-def _check_distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Raise `Unfit` for weights far from the own ones, which come first in each pair."""
-    distance = norm = 0.0
-    for own, other in pairs:
-        own = own.astype(np.float32, copy=False)
-        norm += float(np.sum(np.square(own)))
-        distance += float(np.sum(np.square(other.astype(np.float32, copy=False).reshape(own.shape) - own)))
-    if not distance <= FAR_WEIGHTS**2 * norm:
-        raise Unfit(f"weights {(distance / norm) ** 0.5:.3g} times their norm away from the own ones")
+def _check_distance(own: Arrays, others: Arrays) -> None:
+    """Raise `Unfit` for weights far from the own ones."""
+    if not (distance := apart(own, others)) <= FAR_WEIGHTS:
+        raise Unfit(f"weights {distance:.3g} times their norm away from the own ones")
 
 
 def _resolve(future: "asyncio.Future[Given]", given: Given) -> None:

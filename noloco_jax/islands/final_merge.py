@@ -2,18 +2,19 @@
 
 Every island that has taken its last step says so, serves its weights, and fetches those of the others that have. All
 add them up in the order of their ids, so those that merge the same islands get the same bits. One that is missing when
-`--linger` is over is left out, and named. Of an island of several processes the first one fetches, and all place the
-mean.
+`--linger` is over is left out, as are weights that are out of line (`checked_mean.py`), and named. Of an island of
+several processes the first one fetches, and all place the mean.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.checked_mean import Arrays, checked_mean
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.network import Link
 from noloco_jax.islands.steps import IslandSteps
@@ -22,6 +23,7 @@ from noloco_jax.spmd.programs import TrainState
 
 _RETRY_SECONDS = 0.2  # before asking again an island that gave nothing
 _GONE_SECONDS = 30.0  # for an island to give its weights that needs none, and may have gone
+_STOPPED = "not merged, as it is told to stop: `island merge --workdirs` makes the mean of what is saved"
 
 
 class FinalMerge:
@@ -30,7 +32,8 @@ class FinalMerge:
     Args:
       steps: the island's outer steps.
       own: its name.
-      seconds: to wait for islands that are later, and again for those that fetch its weights, at most.
+      seconds: to wait for islands that are later. Then, at least half a minute, those to fetch their weights, and again
+        for those that fetch this island's; twice as long for weights that are on their way.
       is_stopping: returns True to stop waiting.
       report: called with lines for people; the first process's are shown.
     """
@@ -44,7 +47,8 @@ class FinalMerge:
         report: Callable[[str], None],
     ):
         self._steps, self._own = steps, own
-        self._seconds, self._is_stopping, self._report = seconds, is_stopping, report
+        self._linger, self._seconds = seconds, max(seconds, _GONE_SECONDS)
+        self._is_stopping, self._report = is_stopping, report
 
     def __call__(self, state: TrainState, step: int) -> TrainState:
         """Return the state after the last inner step with the mean of the islands' weights, where there are others.
@@ -60,82 +64,69 @@ class FinalMerge:
         if not is_member:
             self._report(f"not merged, as {self._own} is no member of the run now: it keeps its own weights")
             return state
-        steps.linger(state, step, self._seconds, self._is_stopping, self._report)
+        steps.linger(state, step, self._linger, self._is_stopping, self._report)
         if self._is_stopping():
-            self._report("not merged, as it is told to stop: `island merge --workdirs` makes the mean of what is saved")
+            self._report(_STOPPED)
             return state
         likes, structure = jax.tree.flatten(state.params)
         own = [x.astype(np.float32, copy=False) for x in to_first_process(likes)]
+        peers = [] if link is None else link.finished()
+        merging = None if link is None else link.submit(self._mean(link, peers, own))
+        while not steps.processes.broadcast(lambda: merging is None or merging.done()):
+            if self._is_stopping():
+                if merging is not None:
+                    merging.cancel()
+                self._report(_STOPPED)
+                return state
+            steps.serve(state, step)
+            time.sleep(0.02)
         mean: list[np.ndarray] = []
-        with ThreadPoolExecutor(1, thread_name_prefix="island-merge") as thread:
-            deadline = time.monotonic() + self._seconds
-            merging = None if link is None else thread.submit(self._mean, link, own, deadline)
-            while not steps.processes.broadcast(lambda: merging is None or merging.done()):
-                steps.serve(state, step)
-                time.sleep(0.02)
-            if link is not None and merging is not None:
-                mean = [x.astype(like.dtype) for x, like in zip(merging.result(), likes, strict=True)]
-        if link is not None:
+        if link is not None and merging is not None:
+            mean = [x.astype(like.dtype) for x, like in zip(merging.result(), likes, strict=True)]
             link.leave(pb.Status.MERGED)
         # Others still fetch these weights, until they have merged, too, or have gone.
-        steps.serve_until(state, step, self._seconds, self._is_stopping, self._is_needless)
+        steps.serve_until(state, step, self._seconds, self._is_stopping, lambda link: link.unmerged(peers))
         if link is not None:
             link.take_all()  # what came meanwhile is in no mean, as the others may have had the weights before
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in likes]
         return state._replace(params=structure.unflatten(from_first_process(mean, specs)))
 
-    def _is_needless(self, ask_seconds: float) -> bool:
-        """Return whether no island that is merged here may still fetch these weights."""
-        link = self._steps.link
-        return link is None or not link.unmerged(self._peers, ask_seconds)
-
-    def _mean(self, link: Link, own: list[np.ndarray], deadline: float) -> list[np.ndarray]:
-        """Return the mean of the own weights and the peers', added up in the order of ids.
-
-        Weights that are not finite are left out, on every island; the own ones are returned if nobody's are left.
-        """
-        names, late = link.active(), link.unfinished()
-        self._peers: Sequence[str] = [name for name in names if name not in (self._own, *late)]
-        if self._peers:
+    async def _mean(self, link: Link, peers: Sequence[str], own: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the checked mean of the own weights and the peers'; the own ones if nobody's are left."""
+        if peers:
             self._report(
-                f"merging the last weights with those of {', '.join(self._peers)}, {self._seconds:g} s at most"
+                f"merging the last weights with those of {', '.join(peers)}: {self._seconds:g} s for each, twice as "
+                "long for those that will have come by then at their speed"
             )
-        total, merged = [np.zeros_like(x) for x in own], []
-        for name in names:
-            if name == self._own:
-                if not all(np.isfinite(x).all() for x in own):
-                    self._report(f"{name} is left out of the merge: its weights are not finite")
-                    continue
-                weights = own
-            elif name in self._peers:
-                found = self._fetch(link, name, deadline)
-                if isinstance(found, str):
-                    self._report(f"{name} is left out of the merge: {found}")
-                    continue
-                weights = found
-            else:
-                continue
-            for x, y in zip(total, weights, strict=True):
-                x += y.reshape(x.shape)
-            merged.append(name)
+        fetched = await asyncio.gather(*(self._fetch(link, name) for name in peers))
+        found = dict(zip(peers, fetched, strict=True)) | {self._own: own}
+        names = link.active()
+        weights = {name: x for name in names if (x := found.get(name)) is not None and not isinstance(x, str)}
+        mean = await link.run(checked_mean, weights, self._own)
+        left_out = {name: reason for name, reason in found.items() if isinstance(reason, str)} | mean.left_out
+        for name, reason in left_out.items():
+            self._report(f"{name} is left out of the merge: {reason}")
+        merged = [name for name in weights if name not in left_out]
+        if not merged:
+            self._report("not merged, as no island has weights that can be had and trusted")
+            return own
         missing = [name for name in names if name not in merged]
         without = f", without {', '.join(missing)}" if missing else ""
-        if not merged:
-            self._report("not merged, as no island has finite weights that can be had")
-            return own
         self._report(f"merged model: the mean of {len(merged)} of {len(names)} islands{without}")
-        return [x / np.float32(len(merged)) for x in total]
+        return mean.arrays
 
-    def _fetch(self, link: Link, name: str, deadline: float) -> list[np.ndarray] | str:
+    async def _fetch(self, link: Link, name: str) -> Arrays | str:
         """Return a peer's weights, or why they cannot be had."""
-        started = time.monotonic()
+        now = asyncio.get_running_loop().time
+        started = now()
         while True:
+            left = max(started + self._seconds - now(), 0.0)
             try:
-                return [x.astype(np.float32, copy=False) for x in link.fetch(name).result()]
-            except Unfit as error:
+                return await link.fetch(name, left, self._seconds)
+            except (Unfit, OSError) as error:
                 return str(error)
             except Broken as error:
-                limit = deadline if link.unmerged([name]) else min(deadline, started + _GONE_SECONDS)
-                if time.monotonic() > limit or self._is_stopping():
+                limit = self._seconds if link.unmerged([name]) else min(self._seconds, _GONE_SECONDS)
+                if now() - started >= limit:
                     return str(error)
-                time.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)

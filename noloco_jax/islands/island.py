@@ -1,6 +1,7 @@
 """Island in a user's own loop: any model, inner optimizer and tree of arrays, averaged with peers over the network."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from noloco_jax.cluster.workdir_lock import WorkdirLock
 from noloco_jax.errors import UserError
+from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.checkpoints import OwnCheckpoints
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.forms import summary
@@ -121,7 +123,7 @@ class Island:
         try:
             if self._link is not None:
                 if not self._finished:
-                    self._link.leave()
+                    self._link.leave(pb.Status.GONE if isinstance(sys.exception(), UserError) else pb.Status.LEAVING)
                 self._link.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
@@ -144,7 +146,7 @@ class Island:
 
         Raises:
           UserError: if the checkpoint is damaged or of other arrays, if the island's name or address is in use, if most
-            of the others refuse it, or if it has no weights and the others have finished.
+            of the others refuse it, or if it has no weights and the others have finished and gone.
           ValueError: for leaves of other types, or if it was called before.
         """
         if self._link is not None:
@@ -242,7 +244,7 @@ class Island:
     def merge(self, params: PyTree) -> PyTree:
         """End the training: return the mean of all islands' last weights, without those that are not done in time.
 
-        Weights that are not finite are left out. An island that was removed gets its own back, at once.
+        Weights that are not finite or out of line are left out. An island that was removed gets its own back, at once.
         """
         arrays = jax.tree.map(jnp.asarray, self._state.params.arrays(params))
         state = TrainState(arrays, (), self._state_of_outer)

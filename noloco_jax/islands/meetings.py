@@ -30,7 +30,7 @@ from noloco_jax.islands.exchange import (
     send,
 )
 from noloco_jax.islands.interfaces import PATIENCE, Met, Stream
-from noloco_jax.islands.peers import ENDED, Peer, check_hello
+from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_hello
 from noloco_jax.islands.view import View
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is dialled again
@@ -305,7 +305,7 @@ class Meetings:
         if hello.identity != node.digest:
             return no.WRONG, "another configuration: the start of either says which value"
         if node.phase in ENDED:
-            return no.LEAVING, "it leaves" if node.phase == pb.Status.LEAVING else "it has finished"
+            return no.LEAVING, "it has finished" if node.phase in FINISHED else "it leaves"
         if node.phase != TRAINING:
             return no.NOT_TRAINING, "it starts"
         if peer.quarantined_until > round:
@@ -425,7 +425,7 @@ class Meetings:
         if peer.quarantined_until > round:
             return "the partner is in quarantine"
         if peer.phase in ENDED:
-            return "the partner has left" if peer.phase == pb.Status.LEAVING else "the partner has finished"
+            return "the partner has finished" if peer.phase in FINISHED else "the partner has left"
         return "the two refuse each other" if peer.wrong else ""
 
     def _tell_slow(self) -> None:

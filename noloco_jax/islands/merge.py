@@ -1,6 +1,6 @@
 """Merged model of islands: the mean of their weights, fetched while they train or read from their folders.
 
-One model of sums is in memory, and one island's at a time.
+The weights wait for one another in files without a name; one model of sums is in memory.
 """
 
 import argparse
@@ -25,11 +25,12 @@ from noloco_jax.data import RunData, Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.catch_up import receive
+from noloco_jax.islands.checked_mean import checked_mean
 from noloco_jax.islands.commands import Run, ask_all, open_run
 from noloco_jax.islands.exchange import Broken, Unfit
+from noloco_jax.islands.fetch import Spool, fetch
 from noloco_jax.islands.membership import ISLAND_FILE, common_values
-from noloco_jax.islands.payload import EXACT, StateForms, specs_of
+from noloco_jax.islands.payload import pack, specs_of
 from noloco_jax.islands.peers import FINISHED
 from noloco_jax.islands.transport import Dialler
 from noloco_jax.metrics.console import by_source
@@ -50,14 +51,14 @@ class Source:
     Attributes:
       config: the configuration of their run.
       check_tokenizer: raises `UserError` for a tokenizer other than theirs.
-      parts: island -> coroutine function that returns its last round and its finite weights, in the order of the
-        parameters' leaves, or raises `Broken` or `Unfit`.
+      parts: island -> coroutine function that returns its weights, in the order of the parameters' leaves, and its last
+        round, or raises `Broken` or `Unfit`.
       away: islands whose weights cannot be had -> the reason.
     """
 
     config: TrainConfig
     check_tokenizer: Callable[[Tokenizer], None]
-    parts: Mapping[str, Callable[[], Awaitable[tuple[int, list[np.ndarray]]]]]
+    parts: Mapping[str, Callable[[], Awaitable[tuple[list[np.ndarray], int]]]]
     away: Mapping[str, str]
 
 
@@ -95,8 +96,8 @@ def merge(flags: argparse.Namespace) -> int:
     check_new_folder(flags.out)
     if not flags.evaluate:
         jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
-    config, tokenizer, merged = asyncio.run(_merged(flags))
     with tempfile.TemporaryDirectory(prefix=".merged-", dir=_parent(flags.out)) as root:
+        config, tokenizer, merged = asyncio.run(_merged(flags, Path(root)))
         made = Path(root) / "model"
         made.mkdir()
         workdir = flags.workdirs[0] if flags.workdirs else None
@@ -116,32 +117,33 @@ def _parent(folder: Path) -> Path:
     return folder.parent
 
 
-async def _merged(flags: argparse.Namespace) -> tuple[TrainConfig, Tokenizer | None, Merged]:
+async def _merged(flags: argparse.Namespace, folder: Path) -> tuple[TrainConfig, Tokenizer | None, Merged]:
     async with contextlib.AsyncExitStack() as stack:
         if flags.roster is None:
-            source = of_folders(flags.workdirs)
+            source = of_folders(flags.workdirs, folder)
         else:
             run = open_run(flags.roster, flags.keys)
             dialler = Dialler(run.name, run.credentials, run.roster)
             stack.push_async_callback(dialler.close)
-            source = await of_live_islands(run, dialler, min(flags.seconds, 10.0), flags.seconds)
+            source = await of_live_islands(run, dialler, min(flags.seconds, 10.0), flags.seconds, folder)
         config = overridden(source.config, flags.overrides)
         check_has_format(config.model)
         is_named = any(override.startswith("--config.data.tokenizer") for override in flags.overrides)
         tokenizer = tokenizer_of(config.data, None if is_named or flags.workdirs is None else flags.workdirs[0])
         if tokenizer is not None:
             source.check_tokenizer(tokenizer)
-        return config, tokenizer, await mean_of(source, print, flags.at_least)
+        return config, tokenizer, await mean_of(without(source, flags.without), print, flags.at_least)
 
 
-async def of_live_islands(run: Run, dialler: Dialler, ask_seconds: float, seconds: float) -> Source:
+async def of_live_islands(run: Run, dialler: Dialler, ask_seconds: float, seconds: float, folder: Path) -> Source:
     """Ask all members of a run for what they train.
 
     Args:
       run: the run.
       dialler: calls its islands.
       ask_seconds: to wait for each to answer.
-      seconds: to wait for the weights of each.
+      seconds: to wait for the weights of each, see `fetch`.
+      folder: for the weights.
 
     Raises `UserError` where nobody answers, and where an island's run or model is another than the first one's.
     """
@@ -167,16 +169,6 @@ async def of_live_islands(run: Run, dialler: Dialler, ask_seconds: float, second
         if common_values(from_dict(other["config"])) != common_values(config):
             raise UserError(f"islands of two runs cannot be merged: {name} and {first} train with other configurations")
     specs = specs_of(param_shapes(config.model))
-    forms = StateForms(specs, len(specs))
-
-    async def fetch(name: str) -> tuple[int, list[np.ndarray]]:
-        try:
-            async with asyncio.timeout(seconds):
-                request = pb.WeightsRequest(kind=EXACT)
-                data, round = await receive(dialler, name, request, forms.num_bytes(EXACT))
-        except TimeoutError:
-            raise Broken(f"its weights did not come in {seconds:g} s") from None
-        return round, list(forms.decode(EXACT, data, b"").values())
 
     def check_tokenizer(tokenizer: Tokenizer) -> None:
         if about["tokenizer"] not in (None, tokenizer.fingerprint):
@@ -185,7 +177,8 @@ async def of_live_islands(run: Run, dialler: Dialler, ask_seconds: float, second
                 f"{about['tokenizer']}, here {tokenizer.fingerprint}): give it as --config.data.tokenizer=FOLDER"
             )
 
-    return Source(config, check_tokenizer, {name: partial(fetch, name) for name in details}, away)
+    parts = {name: partial(fetch, dialler, name, specs, folder, seconds) for name in details}
+    return Source(config, check_tokenizer, parts, away)
 
 
 def _details(name: str, status: pb.Status) -> dict[str, Any]:
@@ -199,8 +192,8 @@ def _details(name: str, status: pb.Status) -> dict[str, Any]:
         raise UserError(f"{name} does not say what it trains: install one version of noloco_jax on both") from None
 
 
-def of_folders(workdirs: Sequence[Path]) -> Source:
-    """Read the newest checkpoint of each island's folder.
+def of_folders(workdirs: Sequence[Path], folder: Path) -> Source:
+    """Read the newest checkpoint of each island's folder; the weights go to files in `folder`.
 
     Raises `UserError` for a folder that is no island's, for two of one island, and where one's model or run is another
     than the first one's.
@@ -223,13 +216,14 @@ def of_folders(workdirs: Sequence[Path]) -> Source:
         replicas[replica] = workdir
     are_different = len({workdir.name for workdir in workdirs}) == len(workdirs)
 
-    def read(saved: Saved) -> tuple[int, list[np.ndarray]]:
+    def read(saved: Saved) -> tuple[list[np.ndarray], int]:
         arrays = [np.asarray(x[0]) for x in jax.tree.leaves(saved.params())]
-        if not all(np.isfinite(x.astype(np.float32, copy=False)).all() for x in arrays):
-            raise Unfit("its checkpoint's weights are not finite")
-        return -1 if saved.sync_state is None else saved.sync_state["round"], arrays
+        with Spool(folder) as spool:
+            for x in arrays:
+                spool.write(pack([x]))
+            return spool.arrays(specs_of(arrays)), -1 if saved.sync_state is None else saved.sync_state["round"]
 
-    async def part(workdir: Path) -> tuple[int, list[np.ndarray]]:
+    async def part(workdir: Path) -> tuple[list[np.ndarray], int]:
         return _with_newest(workdir, configs[workdir], read)
 
     def check_tokenizer(tokenizer: Tokenizer) -> None:
@@ -240,42 +234,54 @@ def of_folders(workdirs: Sequence[Path]) -> Source:
     return Source(configs[workdirs[0]], check_tokenizer, parts, {})
 
 
+def without(source: Source, names: Sequence[str]) -> Source:
+    """Leave islands out by the user's choice; raise `UserError` for a name that none has."""
+    known = {**source.parts, **source.away}
+    for name in names:
+        if name not in known:
+            raise UserError(f"--without={name}: the islands are {', '.join(known)}")
+    parts = {name: get for name, get in source.parts.items() if name not in names}
+    return replace(source, parts=parts, away={**source.away, **dict.fromkeys(names, "left out by --without")})
+
+
 async def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1) -> Merged:
-    """Average all weights that can be had.
+    """Average all weights that can be had, and are not out of line.
 
     Args:
       source: the access to the weights.
-      tell: called with a line for each island once its weights have come or failed.
+      tell: called with a line for each island: once its weights have come or failed, and if they are left out.
       at_least: the smallest number of islands to average.
 
-    Raises `UserError` where fewer can be had.
+    Raises `UserError` where fewer can be had, and where two disagree.
     """
-    for name, reason in source.away.items():
+
+    def leave_out(name: str, reason: str) -> None:
+        away[name] = reason
         tell(f"{name}: {reason.removeprefix(f'{name} ')}")
-    away, left, rounds = dict(source.away), dict(source.parts), dict[str, int]()
-    sums: list[np.ndarray] | None = None
-    for name, get in source.parts.items():
-        _check_number(len(left), at_least, away)  # fail before time is spent on the next
+
+    away, found, rounds = dict[str, str](), dict[str, list[np.ndarray]](), dict[str, int]()
+    for name, reason in source.away.items():
+        leave_out(name, reason)
+    for number, (name, get) in enumerate(source.parts.items()):
+        _check_number(len(found) + len(source.parts) - number, at_least, away)  # fail before time is spent on the next
         try:
-            rounds[name], arrays = await get()
+            found[name], rounds[name] = await get()
         except (Broken, Unfit) as error:
-            away[name] = str(error)
-            del left[name]
-            tell(f"{name}: {error}")
+            leave_out(name, str(error))
             continue
         tell(f"{name}: weights after {'no round' if rounds[name] < 0 else f'round {rounds[name] + 1}'}")
-        if sums is None:
-            sums = [np.array(x, np.float32) for x in arrays]
-        else:
-            for total, x in zip(sums, arrays, strict=True):
-                total += x
-        del arrays
+    mean = checked_mean(found)
+    if mean.is_undecided:
+        one, other = list(mean.left_out)[-2:]
+        raise UserError(
+            f"{mean.left_out[one]}; compare the losses in their logs, and give --without={one} or --without={other}"
+        )
+    for name, reason in mean.left_out.items():
+        leave_out(name, reason)
+        del rounds[name]
     _check_number(len(rounds), max(at_least, 1), away)
-    assert sums is not None
     shapes, structure = jax.tree.flatten(param_shapes(source.config.model))
-    for total in sums:
-        total /= len(rounds)
-    means = [total.astype(shape.dtype, copy=False) for total, shape in zip(sums, shapes, strict=True)]
+    means = [x.astype(shape.dtype, copy=False) for x, shape in zip(mean.arrays, shapes, strict=True)]
     return Merged(jax.tree.unflatten(structure, means), rounds, away)
 
 

@@ -214,12 +214,14 @@ class Status(_message.Message):
         FINISHED: _ClassVar[Status.Phase]
         LEAVING: _ClassVar[Status.Phase]
         MERGED: _ClassVar[Status.Phase]
+        GONE: _ClassVar[Status.Phase]
     STARTING: Status.Phase
     READY: Status.Phase
     TRAINING: Status.Phase
     FINISHED: Status.Phase
     LEAVING: Status.Phase
     MERGED: Status.Phase
+    GONE: Status.Phase
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]

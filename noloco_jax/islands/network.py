@@ -19,14 +19,15 @@ import numpy as np
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give, receive
+from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give
 from noloco_jax.islands.copies import Copies
 from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.fetch import fetch
 from noloco_jax.islands.interfaces import Met, Plan
 from noloco_jax.islands.keys import Credentials, expiry_warning
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
-from noloco_jax.islands.payload import EXACT, Message, StateForms
+from noloco_jax.islands.payload import Message, StateForms
 from noloco_jax.islands.roster import MEMBERS_FILE, Address, Roster, parse_document, write_members
 from noloco_jax.islands.start import admit, begin
 from noloco_jax.islands.transport import Dialler, Listener
@@ -70,6 +71,9 @@ class Link:
     Args:
       plan: what the island brings.
       report: called with lines for people, from any thread.
+
+    Attributes:
+      is_listening: True once others can call.
     """
 
     def __init__(self, plan: LinkPlan, report: Callable[[str], None]):
@@ -83,7 +87,8 @@ class Link:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="island-decode")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="island-network", daemon=True)
-        self._is_closed = False
+        self._is_closed = self.is_listening = False
+        self._asking: Future[Any] | None = None
         self.pace = Pace(plan.steps_per_round, plan.by_time)
         self.dialler = Dialler(plan.name, plan.credentials, plan.roster)
 
@@ -95,16 +100,16 @@ class Link:
         The result raises `UserError` if the name or address is in use, or most of the others refuse the island.
         """
         self._thread.start()
-        return self._submit(self._open())
+        return self.submit(self._open())
 
     def begin(self) -> "Future[None]":
         """Begin to wait until the island may train; the result raises `UserError` as `start.begin`."""
         plan, catch_up = self._plan, CatchUp(self.node, self.copies)
-        return self._submit(begin(self.node, catch_up, plan.saved is not None, plan.began_before))
+        return self.submit(begin(self.node, catch_up, plan.saved is not None, plan.began_before))
 
     def leave(self, phase: Any = pb.Status.LEAVING) -> None:
         """Begin no further exchange, and tell the peers one of `peers.ENDED`."""
-        if self._thread.is_alive() and not self._is_closed:
+        if self._thread.is_alive() and not self._is_closed and self.is_listening:
             self._call(lambda: self.node.leave(phase))
 
     def close(self) -> None:
@@ -112,6 +117,8 @@ class Link:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._asking is not None:
+            self._asking.cancel()
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -174,7 +181,7 @@ class Link:
             await asyncio.wait_for(self.node.until(lambda: not self.node.meetings.is_open(round)), seconds)
 
         with contextlib.suppress(TimeoutError):
-            self._submit(settled()).result()
+            self.submit(settled()).result()
 
     # Figures.
 
@@ -206,24 +213,28 @@ class Link:
         """True while somebody fetches weights."""
         return self._giving > 0
 
-    def fetch(self, peer: str, last: bool = True) -> "Future[list[np.ndarray]]":
-        """Begin to fetch a peer's exact weights; the result raises `Broken` or `Unfit`."""
+    async def fetch(self, peer: str, seconds: float, more: float) -> list[np.ndarray]:
+        """Return a peer's exact last weights, on the network's thread; see `fetch.fetch`."""
+        specs = self._plan.forms.weights
+        return (await fetch(self.dialler, peer, specs, self._plan.workdir, seconds, more=more, last=True))[0]
 
-        async def fetch() -> list[np.ndarray]:
-            forms, request = self._plan.forms, pb.WeightsRequest(kind=EXACT, last=last)
-            data, _ = await receive(self.dialler, peer, request, forms.num_bytes(EXACT))
-            return list((await self.run(forms.decode, EXACT, data, b"")).values())
+    # From any thread, without waiting: what peers have told so far.
 
-        return self._submit(fetch())
+    def finished(self) -> list[str]:
+        """Return the members that have taken their last step."""
+        return self.node.finished()
 
-    def unfinished(self, ask_seconds: float = 0.0) -> list[str]:
-        """Return the members not known to have taken their last step; ask them first for `ask_seconds`."""
-        return self._still(self.node.unfinished, ask_seconds)
+    def unfinished(self) -> list[str]:
+        """Return the members that are not known to have taken their last step, and may still take it."""
+        return self.node.unfinished()
 
-    def unmerged(self, names: Sequence[str], ask_seconds: float = 0.0) -> list[str]:
-        """Return the peers among these that may still want the last weights; ask them first for `ask_seconds`."""
+    def unmerged(self, names: Sequence[str]) -> list[str]:
+        """Return the peers among these that may still want the last weights."""
+        return self.node.unmerged(names)
 
-        return self._still(lambda: self.node.unmerged(names), ask_seconds)
+    def ask(self, names: Sequence[str], seconds: float) -> None:
+        """Begin to ask peers where they are."""
+        self._asking = self.submit(self.node.ask(names, seconds))
 
     # As `World`, on the network's thread.
 
@@ -255,14 +266,6 @@ class Link:
 
     # Inside.
 
-    def _still(self, names: Callable[[], list[str]], ask_seconds: float) -> list[str]:
-        async def found() -> list[str]:
-            if ask_seconds:
-                await self.node.ask(names(), ask_seconds)
-            return names()
-
-        return self._submit(found()).result()
-
     def _taken(self, count: int) -> list[Correction | CaughtUp]:
         taken, self._inbox = self._inbox[:count], self._inbox[count:]
         return taken
@@ -289,6 +292,7 @@ class Link:
         if address.can_be_dialled or plan.listen:
             host = "127.0.0.1" if address.is_loopback else "[::]"
             await self._listener.open(plan.listen or Address(host.strip("[]"), address.port))
+        self.is_listening = True
         if credentials is not None and (line := expiry_warning(credentials, plan.name)):
             self.tell(line)
         await admit(self.node)
@@ -317,7 +321,8 @@ class Link:
             await self._listener.close()
         await self.dialler.close()
 
-    def _submit(self, coroutine: Any) -> "Future[Any]":
+    def submit(self, coroutine: Any) -> "Future[Any]":
+        """Run a coroutine on the network's thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -326,7 +331,7 @@ class Link:
         async def call() -> T:
             return function()
 
-        return self._submit(call()).result()
+        return self.submit(call()).result()
 
 
 def is_done(future: "Future[None]", seconds: float) -> bool:

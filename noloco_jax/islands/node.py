@@ -85,14 +85,17 @@ class Node(View):
         self.world.outcome(Met(round, donor, "caught up"))
         self.notify()
 
+    def finished(self) -> list[str]:
+        """Return the members that have taken their last step."""
+        return [peer.name for peer in self._active() if peer.phase in FINISHED]
+
     def unfinished(self) -> list[str]:
-        """Return the members not known to have taken their last step."""
-        active = self.roster.active(max(self.round, 0))
-        return [name for name in active if name in self.peers and self.peers[name].phase not in FINISHED]
+        """Return the members that are not known to have taken their last step, and may still take it."""
+        return [peer.name for peer in self._active() if peer.phase not in (*FINISHED, pb.Status.GONE)]
 
     def unmerged(self, names: Iterable[str]) -> list[str]:
         """Return those of these peers that may still want this island's last weights: they have not gone."""
-        over = (pb.Status.MERGED, pb.Status.LEAVING)
+        over = (pb.Status.MERGED, pb.Status.LEAVING, pb.Status.GONE)
         peers = [self.peers[name] for name in names if name in self.peers]
         return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
 
@@ -108,6 +111,8 @@ class Node(View):
             if greeting.incarnation == peer.incarnation:  # not one of an earlier start
                 self.hear_phase(name, greeting.phase)
             self.take_news(name, greeting.roster_version)
+        elif peer is not None and greeting.phase == pb.Status.GONE:  # its launcher tells it
+            self.hear_phase(name, greeting.phase)
         if greeting.until_ready:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(greeting.hold_seconds):
@@ -120,6 +125,11 @@ class Node(View):
         if greeting.wants_details:
             status.details = self._plan.details
         return status
+
+    def _active(self) -> list[Peer]:
+        """Return the other members of the last round, by their ids."""
+        peers = self.peers
+        return [peers[name] for name in self.roster.active(max(self.round, 0)) if name in peers]
 
     def status(self, with_peers: bool = False) -> pb.Status:
         """Return this island's status, for commands with its view of the peers."""

@@ -64,7 +64,7 @@ def pack(arrays: Sequence[np.ndarray]) -> bytes:
     return b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
 
 
-def unpack(data: bytes, specs: Sequence[ArraySpec]) -> list[np.ndarray]:
+def unpack(data: bytes | memoryview, specs: Sequence[ArraySpec]) -> list[np.ndarray]:
     """Return arrays from their bytes, read-only views; raise `Unfit` for another number of bytes."""
     if len(data) != sum(spec.nbytes for spec in specs):
         raise Unfit(f"{len(data)} bytes of arrays that have {sum(spec.nbytes for spec in specs)}")
@@ -208,11 +208,13 @@ class StateForms:
       carried: numbers of the arrays that travel with weights in 8 bits.
 
     Attributes:
-      small: those of them that come with the position.
+      weights: specs of the weights.
+      small: numbers of the arrays that come with the position.
     """
 
     def __init__(self, specs: Sequence[ArraySpec], num_weights: int, carried: Sequence[int] = ()):
         self._specs, weights = list(specs), list(range(num_weights))
+        self.weights = self._specs[:num_weights]
         self.small, total = list[int](), 0
         for number in sorted(carried, key=lambda number: specs[number].nbytes):
             total += specs[number].nbytes

@@ -16,7 +16,7 @@ MAX_ROUND = 2**40
 MAX_VALUES, MAX_TEXT = 512, 4096  # of an identity
 FIRST_WEIGHTS = "first weights"  # of islands that begin a run
 FINISHED = (pb.Status.FINISHED, pb.Status.MERGED)  # phases of an island that has taken its last step
-ENDED = (*FINISHED, pb.Status.LEAVING)  # phases of an island that begins no exchange
+ENDED = (*FINISHED, pb.Status.LEAVING, pb.Status.GONE)  # phases of an island that begins no exchange
 _COMPARED_FIRST = ("protocol", "run", "roster")
 _HINTS = {
     "protocol": " (install one version of noloco_jax on both)",

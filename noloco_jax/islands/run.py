@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from noloco_jax.cluster.start import joined
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import UserError, tell
 from noloco_jax.files import full_disk_told
+from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.interfaces import PATIENCE
@@ -119,7 +120,7 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
         if processes.is_first:
             fingerprint = None if setup.tokenizer is None else setup.tokenizer.fingerprint
             plan = link_plan(run_config, member, solo, setup.programs, workdir, saved and saved.sync_state, fingerprint)
-            link = stack.enter_context(contextlib.closing(Link(plan, report)))
+            link = stack.enter_context(closing(Link(plan, report)))
         if not _until(processes, never if link is None else partial(is_done, link.open()), stop.is_due):
             return phases.before_training(setup, stop)
 
@@ -190,7 +191,7 @@ def link_plan(
         codec=codec_of(solo.wire, solo.message, solo.payload, solo.dims),
         forms=StateForms(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
         patience=PATIENCE * config.outer.fragments,
-        fits=lambda round, step: 0 < step < config.num_steps and round + 1 == schedule.total(step),
+        fits=partial(can_be_at, schedule, config.num_steps),
         workdir=workdir,
         incarnation=incarnation,
         steps_per_round=schedule.gap,
@@ -240,9 +241,26 @@ def observe_by(link: Link | None) -> Callable[[int, str, Mapping[str, Any]], Non
     return observe
 
 
+def can_be_at(schedule: SyncSchedule, num_steps: int, round: int, step: int) -> bool:
+    """Return whether the last round of a run can be this one after this inner step."""
+    return 0 < step <= num_steps and round + 1 == schedule.total(step)
+
+
 def never(seconds: float) -> bool:
     """Return False: the other processes of an island do not know what its first one waits for."""
     return False
+
+
+@contextlib.contextmanager
+def closing(link: Link) -> Iterator[Link]:
+    """Close a link after the body, and tell the others when the same command would fail again."""
+    try:
+        yield link
+    except UserError:
+        link.leave(pb.Status.GONE)
+        raise
+    finally:
+        link.close()
 
 
 def _sync_of(

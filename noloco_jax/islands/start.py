@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.catch_up import RETRY_SECONDS, CatchUp, sample, training
+from noloco_jax.islands.catch_up import RETRY_SECONDS, CatchUp, sample, with_weights
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.peers import FINISHED
 
@@ -24,13 +24,15 @@ async def admit(node: Node) -> None:
 async def begin(node: Node, catch_up: CatchUp, has_weights: bool, began_before: bool) -> None:
     """Wait until the island may train: from its own weights, with the others, or from weights of a peer.
 
+    Where the others have finished, an island that is behind takes their weights, with which it has finished as well.
+
     Args:
       node: the island, which has compiled.
       catch_up: of it.
       has_weights: True if it resumes from a checkpoint.
       began_before: True if it was part of the run: without a checkpoint it has lost its weights.
 
-    Raises `UserError` if most refuse it, or if there are no weights for it and the others have finished.
+    Raises `UserError` if most refuse it, or if there are no weights for it, as the others have finished and gone.
     """
     now, told, heard = asyncio.get_running_loop().time, "", dict[str, pb.Status]()
     start = now()
@@ -43,7 +45,7 @@ async def begin(node: Node, catch_up: CatchUp, has_weights: bool, began_before: 
         _check_refusals(node)
         heard = {name: status for name, status in (heard | found).items() if name in node.peers}
         heard = {name: status for name, status in heard.items() if name in found or name not in names}
-        under_way = training(heard.values())
+        under_way = with_weights(heard.values())
         if under_way and (has_weights or _is_late(node, heard)):
             if has_weights and not catch_up.is_behind(heard.values(), has_trained=False):
                 break
@@ -71,7 +73,8 @@ async def begin(node: Node, catch_up: CatchUp, has_weights: bool, began_before: 
                 f"{LOST_SECONDS:g} s where half of all islands answer and none has any",
             )
         else:
-            missing = _waits_for(node, heard, [name for name, peer in node.peers.items() if not peer.wrong])
+            may_come = [name for name, one in node.peers.items() if not one.wrong and one.phase != pb.Status.GONE]
+            missing = _waits_for(node, heard, may_come)
             if not missing or not waits:
                 break
             left = math.ceil(start + TOGETHER_SECONDS - now())
@@ -84,7 +87,7 @@ async def begin(node: Node, catch_up: CatchUp, has_weights: bool, began_before: 
 
 def _is_late(node: Node, heard: dict[str, pb.Status]) -> bool:
     """Return whether an island without weights is too late to begin with the others."""
-    rounds = sorted(status.round for status in training(heard.values()))
+    rounds = sorted(status.round for status in with_weights(heard.values()))
     return rounds[(len(rounds) - 1) // 2] >= node.patience or node.name not in node.roster.active(0)
 
 
@@ -103,14 +106,14 @@ def _waits_for(node: Node, heard: dict[str, pb.Status], absent: Collection[str])
 
 def _over(node: Node, heard: dict[str, pb.Status], waits: bool) -> str:
     """Return the reason for which there will be no weights any more, or an empty text."""
-    ended = {name: status.round for name, status in heard.items() if status.phase in FINISHED}
-    if not ended or (waits and len(heard) < len(node.peers)):
+    ended = {name: peer.round for name, peer in node.peers.items() if peer.phase in FINISHED}
+    if not ended or (waits and not node.peers.keys() <= heard.keys() | ended.keys()):
         return ""
     if any(status.phase == pb.Status.TRAINING for status in heard.values()):
         return ""
     return (
-        f"{_few(sorted(ended))} finished in round {max(ended.values()) + 1} and no island trains any more: there are "
-        f"no weights for {node.name} to continue from; for a new run give all islands empty workdirs"
+        f"{_few(sorted(ended))} finished in round {max(ended.values()) + 1} and no island gives weights any more: none "
+        f"are left for {node.name} to continue from; for a new run give all islands empty workdirs"
     )
 
 

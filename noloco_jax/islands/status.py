@@ -26,6 +26,7 @@ PHASES = {
     pb.Status.FINISHED: "finished",
     pb.Status.LEAVING: "leaving",
     pb.Status.MERGED: "finished",
+    pb.Status.GONE: "leaving",
 }
 _KEPT = 600  # samples of an island
 _LONGEST = 300  # characters of a line

@@ -6,6 +6,7 @@ programs that follow from it, in one order.
 """
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -140,19 +141,19 @@ class IslandSteps:
             self._give(state, step, wanted)
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:
-        """Wait for pending exchanges and apply them, except a state that would replace this one."""
+        """Wait for the last exchanges and apply them; a donor's state comes too late now."""
         assert state.outer is not None
         with self._exposed():
             if self.link is not None:
                 self.link.settle(int(state.outer.num_outer_steps) - 1, seconds)
-        return self.between_steps(state)[0]
+        return self.between_steps(state, is_last=True)[0]
 
-    def between_steps(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
+    def between_steps(self, state: TrainState, *, is_last: bool = False) -> tuple[TrainState, dict[str, Any] | None]:
         """Return the state with everything applied, and the protocol's state to save with it.
 
-        The latter is None if a peer's state is about to replace this one.
+        The latter is None if a peer's state is about to replace this one, which none does after the last step.
         """
-        arrivals, saved = self.processes.broadcast(self._take_all)
+        arrivals, saved = self.processes.broadcast(lambda: self._take_all(is_last))
         if saved is None:
             return state, None
         state, _ = self._apply(arrivals, state, 0)
@@ -179,8 +180,11 @@ class IslandSteps:
         """
         link = self.link
         if link is not None and seconds and (unfinished := link.unfinished()):
-            report(f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most")
-        self.serve_until(state, step, seconds, is_stopping, lambda ask: not (link and link.unfinished(ask)))
+            report(
+                f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most, twice as long "
+                "while they are fetched"
+            )
+        self.serve_until(state, step, seconds, is_stopping, lambda link: link.unfinished())
         if link is not None and (unfinished := link.unfinished()):
             report(f"leaves; not known to have finished: {', '.join(unfinished)}")
 
@@ -190,24 +194,23 @@ class IslandSteps:
         step: int,
         seconds: float,
         is_stopping: Callable[[], bool],
-        is_done: Callable[[float], bool],
+        awaited: Callable[[Link], Sequence[str]],
     ) -> None:
-        """Serve the weights until nobody fetches them and `is_done` returns True, which may ask peers for so long."""
-        ask_at = time.monotonic()
-        deadline = ask_at + seconds
+        """Serve the weights until nobody fetches them and no peer is `awaited`; up to twice as long while one does."""
+        started, asked = time.monotonic(), -math.inf
 
         def may_leave() -> bool:
-            nonlocal ask_at
+            nonlocal asked
             assert self.link is not None
-            now = time.monotonic()
-            is_asking = now >= ask_at  # what a peer told may have been lost, or told before this island could hear it
-            ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at
-            return is_done(_ASK_SECONDS if is_asking else 0.0) and not self.link.is_giving
+            names, now = awaited(self.link), time.monotonic()
+            if names and now - asked >= _ASK_EVERY_SECONDS:  # what a peer told may have been lost
+                asked = now
+                self.link.ask(names, _ASK_SECONDS)
+            is_over = now - started >= (2 * seconds if self.link.is_giving else seconds)
+            return is_over or not (names or self.link.is_giving)
 
-        while self.processes.broadcast(lambda: time.monotonic() < deadline) and not is_stopping():
+        while not is_stopping() and not self.processes.broadcast(may_leave):
             self.serve(state, step)
-            if self.processes.broadcast(may_leave):
-                return
             time.sleep(0.1)
 
     def caught_up(self, item: CaughtUp) -> tuple[TrainState, int]:
@@ -237,15 +240,15 @@ class IslandSteps:
                 jax.block_until_ready(self._marks.popleft())
         return self._announced(self.link.take()), list(self.link.copies.wanted), self.link.is_removed
 
-    def _take_all(self) -> Sequence[Any]:
+    def _take_all(self, is_last: bool) -> Sequence[Any]:
         """Return everything that has arrived, and the protocol's state; None in its place if this state is replaced."""
         assert self.link is not None
         items, saved = self.link.take_all()
         for item in items:
-            if isinstance(item, CaughtUp):
+            if isinstance(item, CaughtUp) and not is_last:
                 self.link.put_back(item)
                 return [], None
-        return self._announced(items), saved
+        return self._announced([item for item in items if not isinstance(item, CaughtUp)]), saved
 
     def _announced(self, items: list[Correction | CaughtUp]) -> list[list[Any]]:
         """Keep what has arrived for `_apply`; return how to announce it.

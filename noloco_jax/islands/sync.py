@@ -55,7 +55,9 @@ class IslandSync:
             self._lines.append(
                 News(f"after step {step}: training continues from another island's weights, after step {behind}")
             )
-        state, stride = self._steps.advance(state, behind, most(behind))
+        if not (longest := most(behind)):  # those weights are the last ones
+            return state, behind, 0
+        state, stride = self._steps.advance(state, behind, longest)
         return state, behind, stride
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:

@@ -30,6 +30,7 @@ CALLS_OF_ONE, CALLS_OF_ALL = 8, 128
 CALL_SECONDS = 4 * 3600.0  # of any call: silence ends it much earlier
 HANDSHAKE_SECONDS = 5
 PING_SECONDS, PONG_SECONDS = 5, 22  # of silence before a ping, and for its answer, which waits behind an upload
+_NEVER = 2**31 - 1
 _SERVICE = "noloco.Island"
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _NAME = "noloco-name"  # of a caller without TLS
@@ -47,8 +48,9 @@ _COMMON = [
 class Dialler:
     """Calls to the islands of a roster. They raise `Broken`, with the reason in words.
 
-    A peer has two connections, as a small call waits for all that an upload on its connection has buffered: greetings
-    have one of their own. Pings find out that a connection is dead, where a NAT has forgotten it.
+    A peer has three connections, as a small call waits for all that an upload on its connection has buffered: greetings
+    have one of their own. Pings find out that a connection is dead, where a NAT has forgotten it. Weights have one
+    without pings, whose answers would wait for megabytes in buffers: their receiver ends a call that is silent.
 
     Args:
       name: of the caller.
@@ -59,14 +61,14 @@ class Dialler:
     def __init__(self, name: str, credentials: Credentials | None, roster: Roster):
         self._name, self._credentials, self._roster = name, credentials, roster
         self._told: dict[str, Address] = {}
-        self._channels: dict[tuple[str, bool], tuple[tuple[str, str], grpc.aio.Channel]] = {}
+        self._channels: dict[tuple[str, str], tuple[tuple[str, str], grpc.aio.Channel]] = {}
 
     def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
         self._roster, self._told = roster, dict(addresses)
 
     @contextlib.asynccontextmanager
     async def exchange(self, peer: str) -> AsyncIterator["_Outgoing"]:
-        method = self._channel(peer).stream_stream(
+        method = self._channel(peer, "exchanges").stream_stream(
             f"/{_SERVICE}/Exchange",
             request_serializer=pb.Frame.SerializeToString,
             response_deserializer=pb.Frame.FromString,
@@ -78,7 +80,7 @@ class Dialler:
             call.cancel()
 
     async def greet(self, peer: str, greeting: pb.Greeting, seconds: float) -> pb.Status:
-        method = self._channel(peer, is_small=True).unary_unary(
+        method = self._channel(peer, "greetings").unary_unary(
             f"/{_SERVICE}/Greet",
             request_serializer=pb.Greeting.SerializeToString,
             response_deserializer=pb.Status.FromString,
@@ -89,7 +91,7 @@ class Dialler:
             raise Broken(_words(error, seconds)) from None
 
     async def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
-        method = self._channel(peer).unary_stream(
+        method = self._channel(peer, "weights").unary_stream(
             f"/{_SERVICE}/Weights",
             request_serializer=pb.WeightsRequest.SerializeToString,
             response_deserializer=pb.WeightsFrame.FromString,
@@ -112,8 +114,8 @@ class Dialler:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return () if self._credentials is not None else ((_NAME, self._name),)
 
-    def _channel(self, peer: str, is_small: bool = False) -> grpc.aio.Channel:
-        """Return the channel to a peer for small calls, or others.
+    def _channel(self, peer: str, use: str) -> grpc.aio.Channel:
+        """Return the channel to a peer for a use.
 
         It is a new one after the peer's address or certificate has changed.
         """
@@ -125,17 +127,18 @@ class Dialler:
             raise Broken("it only dials out")
         certificate = f"{peer}.{member.issued}" if member.issued else peer
         key = str(address), certificate
-        known = self._channels.get((peer, is_small))
+        known = self._channels.get((peer, use))
         if known is None or known[0] != key:
-            self._channels[peer, is_small] = known = key, self._new_channel(*key)
+            self._channels[peer, use] = known = key, self._new_channel(*key, has_pings=use != "weights")
         return known[1]
 
-    def _new_channel(self, target: str, certificate: str) -> grpc.aio.Channel:
+    def _new_channel(self, target: str, certificate: str, *, has_pings: bool) -> grpc.aio.Channel:
+        ping, pong = (1000 * PING_SECONDS, 1000 * PONG_SECONDS) if has_pings else (_NEVER, _NEVER)
         options: list[tuple[str, Any]] = [
             *_COMMON,
             ("grpc.use_local_subchannel_pool", 1),  # channels of one target share a connection otherwise
-            ("grpc.keepalive_time_ms", 1000 * PING_SECONDS),
-            ("grpc.http2.ping_timeout_ms", 1000 * PONG_SECONDS),  # grpc.keepalive_timeout_ms ends nothing in 1.85
+            ("grpc.keepalive_time_ms", ping),
+            ("grpc.http2.ping_timeout_ms", pong),  # grpc.keepalive_timeout_ms ends nothing in 1.85
             ("grpc.initial_reconnect_backoff_ms", 200),
             ("grpc.min_reconnect_backoff_ms", 5000),  # to connect in
             ("grpc.max_reconnect_backoff_ms", 3000),

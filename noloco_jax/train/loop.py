@@ -40,16 +40,20 @@ def _train_steps(run: Run, state: TrainState, step: int, log: StepLog) -> Outcom
         _report_news(run, step, log)
         step += stride
         run.stop.current = f"step {step}"
-        state, metrics, waited = _inner_step(run, state, step)
-        log.write_previous()
-        state, outer_steps = sync.after_step(state, step, stride)
+        taken = None
+        if stride:
+            state, metrics, waited = _inner_step(run, state, step)
+            log.write_previous()
+            state, outer_steps = sync.after_step(state, step, stride)
+            taken = step, stride, metrics, waited, outer_steps
         is_last, is_due = step == config.num_steps, run.stop.is_due()
         is_stopping = not is_last and (is_due or sync.end_reason is not None)
         bytes_merging = 0
         if is_last:
             state = sync.finish(state, step)
             bytes_merging = run.messages.final_merge
-        log.remember(step, stride, metrics, waited, outer_steps, bytes_merging, sync.bytes_sent())
+        if taken is not None:
+            log.remember(*taken, bytes_merging, sync.bytes_sent())
         _report_news(run, step, log)
 
         is_evaluating = is_last or (config.eval_every > 0 and step % config.eval_every == 0)

@@ -68,7 +68,7 @@ class Sync(Protocol):
 
         Returns:
           The state, its step (a different one if the state came from a peer), and the stride: the number of schedule
-          steps that the next inner step stands for.
+          steps that the next inner step stands for; 0 if the peer's state is that after the last step.
         """
         return state, step, 1
 

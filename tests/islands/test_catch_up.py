@@ -131,7 +131,7 @@ async def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
 
     a.weights = after_a_step
     a.node.phase = pb.Status.TRAINING
-    data, _ = await receive(b.node.network, "a", pb.WeightsRequest(), b.num_bytes(0))
+    data = await receive(b.node.network, "a", pb.WeightsRequest(), b.num_bytes(0))
     assert len(data) == 32
 
 
@@ -157,7 +157,7 @@ async def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
 
     with pytest.raises(Broken if fault == "silent" else Unfit):
         async with asyncio.timeout(60):
-            data, _ = await receive(Network(), "b", pb.WeightsRequest(), 16)  # type: ignore[arg-type]
+            data = await receive(Network(), "b", pb.WeightsRequest(), 16)  # type: ignore[arg-type]
         await Sea("ab").add("a").received(data, pb.Position())
 
 

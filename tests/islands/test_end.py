@@ -1,16 +1,25 @@
 """End of a run: who has finished, as the others know it, where messages are lost or late and islands are killed."""
 
 import asyncio
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from noloco_jax.islands import final_merge
+from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.node import SILENT
+from noloco_jax.islands.run import can_be_at, closing
+from noloco_jax.islands.steps import IslandSteps
+from noloco_jax.islands.sync import IslandSync
+from noloco_jax.schedule import SyncSchedule
+from noloco_jax.spmd.programs import TrainState
 from support.island_world import Sea, Sim
 
 FINISHED, MERGED, LEAVING = pb.Status.FINISHED, pb.Status.MERGED, pb.Status.LEAVING
@@ -87,19 +96,126 @@ async def test_a_partner_that_leaves_ends_the_meeting_at_once():
 
 
 @pytest.mark.parametrize(("unmerged", "seconds"), [([], 30.0), (["rome"], 600.0)], ids=["gone", "still there"])
-def test_a_peer_that_may_have_gone_is_asked_for_its_weights_for_half_a_minute_alone(unmerged, seconds, monkeypatch):
-    now = 100.0
+async def test_a_peer_that_may_have_gone_is_asked_for_its_weights_for_half_a_minute_alone(unmerged, seconds):
+    async def fetch(name: str, left: float, more: float) -> Any:
+        assert left == pytest.approx(max(600 - now(), 0)) and more == 600
+        raise Broken("nobody listens there")
 
-    def sleep(duration: float) -> None:
-        nonlocal now
-        now += duration
-
-    def fetch(name: str) -> Any:
-        return SimpleNamespace(result=lambda: (_ for _ in ()).throw(Broken("nobody listens there")))
-
-    monkeypatch.setattr(final_merge, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    now = asyncio.get_running_loop().time
     link: Any = SimpleNamespace(fetch=fetch, unmerged=lambda names: unmerged)
     steps: Any = SimpleNamespace(link=link)
     merge = FinalMerge(steps, "paris", 600.0, lambda: False, print)
-    assert merge._fetch(link, "rome", now + 600) == "nobody listens there"
-    assert now == pytest.approx(100 + seconds, abs=0.5)
+    assert await merge._fetch(link, "rome") == "nobody listens there"
+    assert now() == pytest.approx(seconds, abs=0.5)
+
+
+async def test_an_island_that_was_given_up_is_waited_for_no_longer_until_it_starts_again():
+    a, b = two()
+    await a.node.greeted("b", pb.Greeting(phase=pb.Status.GONE))  # from its launcher
+    assert a.node.unfinished() == a.node.unmerged(["b"]) == a.node.finished() == []
+    b.node.incarnation += 1
+    await b.node.ask(["a"])
+    assert a.node.unfinished() == ["b"]
+    b.node.leave(pb.Status.GONE)
+    await asyncio.sleep(1)
+    assert a.node.unfinished() == []
+
+
+@pytest.mark.parametrize(("error", "told"), [(UserError, [pb.Status.GONE]), (OSError, [])])
+def test_an_island_that_ends_with_a_mistake_of_the_input_says_that_it_is_gone(error, told):
+    """After any other error the same command may do better, and the others wait for it."""
+    link: Any = Waiting()
+    with pytest.raises(error), closing(link):
+        raise error("an error of the test")
+    assert link.told == [*told, "closed"]
+
+
+@pytest.mark.parametrize(
+    ("round", "step", "can"),
+    [(79, 800, True), (78, 799, True), (0, 10, True), (79, 801, False), (78, 800, False), (-1, 0, False)],
+)
+def test_a_donor_may_be_at_any_step_up_to_the_last(round, step, can):
+    assert can_be_at(SyncSchedule(10), 800, round, step) == can
+
+
+def test_the_weights_of_a_donor_that_has_finished_are_trained_no_further():
+    steps: Any = SimpleNamespace(apply_arrived=lambda state, step: (state, 800))  # and no inner step is prepared
+    sync = IslandSync("paris", SyncSchedule(10), steps, 0, print, None)
+    assert sync.before_step(TrainState((), (), None), 610, lambda step: 800 - step)[1:] == (800, 0)
+
+
+def test_a_donor_s_weights_that_come_after_the_last_step_are_ignored():
+    link: Any = Waiting()
+    link.settle, link.take_all = (lambda round, seconds: None), lambda: ([CaughtUp(78, 790, {})], {"round": 79})
+    steps = IslandSteps(link, *[None] * 3)  # type: ignore[arg-type]
+    state = TrainState([np.ones(3)], (), SimpleNamespace(num_outer_steps=80))  # type: ignore[arg-type]
+    assert steps.settle(state, 1.0) is state
+
+
+class Waiting:
+    """Link of an island whose peer rome has finished, and gives nothing.
+
+    Args:
+      is_giving: True while rome fetches this island's weights.
+    """
+
+    is_removed, copies = False, SimpleNamespace(wanted=())
+
+    def __init__(self, is_giving: bool = False):
+        self.is_giving = is_giving
+        self.told: list[Any] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def submit(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def fetch(self, *_: Any) -> Any:
+        await asyncio.sleep(600)
+
+    def active(self) -> tuple[str, ...]:
+        return "paris", "rome"
+
+    def finished(self) -> list[str]:
+        return ["rome"]
+
+    def unfinished(self) -> list[str]:
+        return []
+
+    def unmerged(self, names: Any) -> list[str]:
+        return ["rome"]
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+    def ask(self, names: Any, seconds: float) -> None:
+        self.submit(asyncio.sleep(seconds))
+
+    def leave(self, phase: Any) -> None:
+        self.told.append(phase)
+
+
+def test_a_merge_that_is_told_to_stop_while_it_fetches_stops_within_a_second():
+    link: Any = Waiting()
+    steps, lines, started = IslandSteps(link, *[None] * 3), list[str](), time.monotonic()  # type: ignore[arg-type]
+    merge = FinalMerge(steps, "paris", 600.0, lambda: time.monotonic() > started + 0.5, lines.append)
+    state = TrainState([np.ones(3)], (), None)
+    assert merge(state, 800) is state
+    assert time.monotonic() - started < 1.5
+    assert "600 s for each, twice as long" in lines[0] and "not merged, as it is told to stop" in lines[1]
+    assert link.told == [FINISHED]
+
+
+@pytest.mark.parametrize(("is_giving", "seconds"), [(False, 0.5), (True, 1.0)], ids=["nobody fetches", "rome fetches"])
+def test_weights_are_served_for_the_time_given_and_twice_as_long_while_they_are_fetched(is_giving, seconds):
+    steps = IslandSteps(Waiting(is_giving), *[None] * 3)  # type: ignore[arg-type]
+    started = time.monotonic()
+    steps.serve_until(TrainState((), (), None), 800, 0.5, lambda: False, lambda link: link.unmerged(["rome"]))
+    assert time.monotonic() - started == pytest.approx(seconds, abs=0.4)
+
+
+def test_a_stop_is_heard_while_a_peer_does_not_answer():
+    steps, started = IslandSteps(Waiting(), *[None] * 3), time.monotonic()  # type: ignore[arg-type]
+    is_stopping = lambda: time.monotonic() > started + 0.3  # noqa: E731
+    steps.serve_until(TrainState((), (), None), 800, 600.0, is_stopping, lambda link: link.unmerged(["rome"]))
+    assert time.monotonic() - started < 1.3

@@ -9,6 +9,8 @@ import pytest
 
 from noloco_jax.errors import INTERRUPTED, RESTART
 from noloco_jax.island import local
+from support.live_island import LiveIsland, training, wait_for
+from support.rosters import on_loopback, with_keys
 
 # In place of an island: writes its arguments, and does what `--act` says at each of its starts.
 PROGRAM = """
@@ -56,6 +58,27 @@ def test_a_signal_lets_all_islands_save_and_merges_nothing(monkeypatch, tmp_path
     assert trained(monkeypatch, tmp_path, f"{signals}; time.sleep(60)") == status
     assert starts(tmp_path) == [1, 1, 1]
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("status", [2, 0], ids=["given up", "complete"])
+def test_the_others_hear_that_an_island_has_ended_for_good_until_they_end(monkeypatch, tmp_path, status):
+    told: list[tuple[Path, list[str]]] = []
+    monkeypatch.setattr(local, "_tell_gone", lambda folder, names: told.append((folder, names)))
+    monkeypatch.setattr(local, "_TELL_EVERY_SECONDS", 0.5)
+    act = f"sys.exit({status}) if values['--name'] == 'island1' else time.sleep(3)"
+    assert trained(monkeypatch, tmp_path, act) == status
+    assert len(told) > 1 and all(folder == tmp_path and "island1" in names for folder, names in told)
+
+
+def test_an_island_that_its_launcher_gave_up_is_known_as_gone_to_one_that_trains(tmp_path):
+    roster, keys = with_keys(on_loopback("island0", "island1"), tmp_path)
+    island = LiveIsland("island0", roster, tmp_path, keys / "island0")
+    with training(island):
+        wait_for(lambda: island.link.is_listening)
+        assert island.link.unfinished() == ["island1"]
+        local._tell_gone(tmp_path, ["island1"])
+        assert island.link.unfinished() == []
+        wait_for(lambda: island.step > 0, 60)  # nor does it wait for island1 to begin
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 
+NAMES = ("paris", "berlin", "rome")
 CONFIG = from_dict(
     {
         "num_replicas": 3,
@@ -46,19 +47,23 @@ def saved(folder: Path, replica: int, config: TrainConfig = CONFIG, value: float
     return [np.asarray(x[0]) for x in jax.tree.leaves(state.params)]
 
 
+def assert_merged(folder: Path, *parts: list[np.ndarray]) -> None:
+    """Check that a model is the mean of these weights."""
+    config = from_dict({"model": config_from_folder(folder)}).model
+    for mine, *theirs in zip(jax.tree.leaves(load_params(folder, config)), *parts, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.mean(theirs, axis=0), atol=1e-6)
+
+
 def merge(out: Path, *folders: Path, more: tuple[str, ...] = ()) -> int:
     return island(["merge", f"--out={out}", *more, "--workdirs", *map(str, folders)])
 
 
 def test_the_merged_model_is_the_mean_of_the_folders_weights(tmp_path, capsys):
-    parts = [saved(tmp_path / name, i) for i, name in enumerate(("paris", "berlin", "rome"))]
-    assert merge(tmp_path / "merged", *(tmp_path / name for name in ("paris", "berlin", "rome"))) == 0
+    parts = [saved(tmp_path / name, i) for i, name in enumerate(NAMES)]
+    assert merge(tmp_path / "merged", *(tmp_path / name for name in NAMES)) == 0
     said = capsys.readouterr().out
     assert "berlin: weights after round 2" in said and "the mean of 3 of 3 islands, up to 2 rounds apart" in said
-    config = from_dict({"model": config_from_folder(tmp_path / "merged")}).model
-    found = jax.tree.leaves(load_params(tmp_path / "merged", config))
-    for mine, *theirs in zip(found, *parts, strict=True):
-        np.testing.assert_allclose(np.asarray(mine), np.mean(theirs, axis=0), atol=1e-6)
+    assert_merged(tmp_path / "merged", *parts)
 
 
 def test_weights_that_are_not_finite_are_left_out_and_named(tmp_path, capsys):
@@ -66,10 +71,41 @@ def test_weights_that_are_not_finite_are_left_out_and_named(tmp_path, capsys):
     saved(tmp_path / "berlin", 1, value=np.nan)
     assert merge(tmp_path / "merged", tmp_path / "paris", tmp_path / "berlin") == 0
     said = capsys.readouterr().out
-    assert "berlin: its checkpoint's weights are not finite" in said and "without berlin" in said
+    assert "berlin: its weights are not finite" in said and "without berlin" in said
     with pytest.raises(UserError, match="the weights of 1 islands can be had, not those of berlin, and --at_least=2"):
         merge(tmp_path / "two", tmp_path / "paris", tmp_path / "berlin", more=("--at_least=2",))
     assert not (tmp_path / "two").exists()
+
+
+def test_weights_that_are_out_of_line_are_left_out_and_named(tmp_path, capsys):
+    parts = [saved(tmp_path / name, i, value=1e6 if i == 1 else None) for i, name in enumerate(NAMES)]
+    assert merge(tmp_path / "merged", *(tmp_path / name for name in NAMES)) == 0
+    said = capsys.readouterr().out
+    assert "norms away from the median of all" in said and "the mean of 2 of 3 islands" in said
+    assert "without berlin" in said
+    assert_merged(tmp_path / "merged", parts[0], parts[2])
+    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, "merged"}
+
+
+def test_of_two_folders_that_disagree_the_user_says_which_is_right(tmp_path, capsys):
+    parts = [saved(tmp_path / name, i, value=1e6 if i == 1 else None) for i, name in enumerate(NAMES[:2])]
+    folders = [tmp_path / name for name in NAMES[:2]]
+    with pytest.raises(UserError, match=r"which are wrong is not known; .* --without=paris or --without=berlin"):
+        merge(tmp_path / "merged", *folders)
+    assert merge(tmp_path / "merged", *folders, more=("--without=berlin",)) == 0
+    assert "berlin: left out by --without" in capsys.readouterr().out
+    assert_merged(tmp_path / "merged", parts[0])
+
+
+def test_islands_left_out_by_name_are_a_list_or_repeated_and_must_be_known(tmp_path, capsys):
+    parts = [saved(tmp_path / name, i) for i, name in enumerate(NAMES)]
+    folders = [tmp_path / name for name in NAMES]
+    for number, more in enumerate((("--without=paris,rome",), ("--without=paris", "--without=rome"))):
+        assert merge(tmp_path / str(number), *folders, more=more) == 0
+        assert "the mean of 1 of 3 islands, all after the same round, without paris, rome" in capsys.readouterr().out
+        assert_merged(tmp_path / str(number), parts[1])
+    with pytest.raises(UserError, match="--without=oslo: the islands are paris, berlin, rome"):
+        merge(tmp_path / "merged", *folders, more=("--without=oslo",))
 
 
 def test_folders_that_are_not_of_one_run_s_islands_are_refused(tmp_path):

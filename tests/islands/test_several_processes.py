@@ -22,11 +22,11 @@ SHARDED = ["--config.mesh.fsdp=2"]
 SMALL = "--config.model.num_layers=1"
 
 
-async def merged(run: Run) -> Merged:
+async def merged(run: Run, folder: Path) -> Merged:
     """Return the mean of the weights of the islands that train."""
     dialler = Dialler(run.name, run.credentials, run.roster)
     try:
-        return await mean_of(await of_live_islands(run, dialler, ask_seconds=10, seconds=60), print)
+        return await mean_of(await of_live_islands(run, dialler, ask_seconds=10, seconds=60, folder=folder), print)
     finally:
         await dialler.close()
 
@@ -86,7 +86,7 @@ def test_killed_and_stopped_islands_cost_the_others_no_round_and_rejoin(config, 
         islands.start("berlin")
         islands.until(lambda: islands.has_met("berlin", after=back))
         assert "these weights came from " in islands.said("berlin")
-        assert asyncio.run(merged(open_run(islands.roster, islands.keys))).rounds.keys() == {*sites}
+        assert asyncio.run(merged(open_run(islands.roster, islands.keys), tmp_path)).rounds.keys() == {*sites}
 
         for name in ("berlin", "paris.1", "rome"):
             islands.signal(name, signal.SIGTERM)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.roster import Address, Member, Roster
 from support.live_island import LiveIsland, training
 from support.ports import free_ports
@@ -67,3 +68,16 @@ def test_nobody_is_taken_for_gone_beside_uploads_at_a_megabit_a_second(tmp_path)
         assert up["a"].num_bytes > 2e6
         for island, other in zip(made, reversed(NAMES), strict=True):
             assert not [line for line in island.lines if line.startswith(f"{other}:")]
+
+
+@pytest.mark.slow
+def test_weights_come_through_a_line_whose_buffers_hold_more_than_a_ping_would_wait_for(tmp_path):
+    """16 MB in 107 s: longer than the limit, and within twice that."""
+    weights = np.random.default_rng(0).normal(size=(2000, 2000)).astype(np.float32)
+    with islands(tmp_path, 150e3, weights=weights, step_seconds=1.0) as (made, _):
+        while min(island.step for island in made) < 1:
+            time.sleep(0.1)
+        for island in made:
+            island.link.leave(pb.Status.FINISHED)
+        (found,) = made[0].link.submit(made[0].link.fetch("b", 70.0, 70.0)).result()
+        assert found.shape == weights.shape

@@ -2,11 +2,13 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp
+from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.start import LOST_SECONDS, TOGETHER_SECONDS, admit, begin
 from support.island_world import Sea, Sim, participation
 
@@ -79,13 +81,62 @@ async def test_an_island_without_weights_waits_for_those_of_the_run_and_begins_a
     assert a.step == b.step == 50
 
 
-async def test_an_island_ends_where_all_others_have_finished_and_it_has_no_weights():
+async def test_an_island_without_weights_ends_where_all_others_have_finished_and_gone():
     sea = Sea("ab")
-    a = sea.add("a")
+    a, b = sea.add("a"), sea.add("b")
     a.node.phase, a.node.round = pb.Status.FINISHED, 99
-    b = sea.add("b")
-    with pytest.raises(UserError, match="a finished in round 100 and no island trains any more"):
-        await b.train(50)
+    a.node.pace.round_ended(99, asyncio.get_running_loop().time())
+    starting = asyncio.ensure_future(b.train(50))
+    b.weights = a.weights = never_given
+    await asyncio.sleep(30)
+    assert not starting.done()
+    a.kill()
+    with pytest.raises(UserError, match="a finished in round 100 and no island gives weights any more"):
+        await starting
+
+
+async def never_given(kind: int) -> bytes:
+    raise Broken("no copy of the weights")
+
+
+@pytest.mark.parametrize("has_weights", [True, False], ids=["with a checkpoint", "without"])
+@pytest.mark.parametrize("killed_in", range(70, 80))
+async def test_an_island_killed_near_the_end_comes_back_after_it_and_ends_with_the_finished_weights(
+    killed_in, has_weights
+):
+    """The others, which have 80 rounds, wait for it and hear that it has finished."""
+    sea = Sea("abcd")
+    sims = [sea.add(name) for name in "abcd"]
+    training = [asyncio.ensure_future(sim.train(800)) for sim in sims]
+    victim, others = sims[0], sims[1:]
+    await victim.node.until(lambda: victim.node.round >= killed_in - 1)
+    victim.kill()
+    training[0].cancel()
+    round = 60  # of the checkpoint
+    saved = {"round": round, "has_averaged": True, "peers": {}} | victim.node.meetings.to_json()
+    await asyncio.gather(*training[1:])
+    await asyncio.sleep(1)
+    assert [sim.node.unfinished() for sim in others] == [["a"]] * 3
+    back = sea.add("a", incarnation=2000, saved=saved if has_weights else None)
+    back.step = 10 * (round + 1) if has_weights else 0
+    await back.train(800, has_weights=has_weights, began_before=True)
+    assert back.step == 800 and back.inner_steps == 0 and back.node.round == 79
+    assert any(np.array_equal(back.slow, sim.slow) for sim in others)
+    assert [met.outcome for met in back.met] == ["caught up"]
+    await asyncio.sleep(1)
+    assert [sim.node.unfinished() for sim in sims[1:]] == [[]] * 3
+
+
+async def test_an_island_that_comes_back_within_its_patience_of_the_end_takes_its_own_last_steps():
+    sea = Sea("ab")
+    a, b = sea.add("a"), sea.add("b", incarnation=2000, saved=None)
+    await asyncio.gather(a.train(800), b.train(800))
+    saved = b.node.to_json() | {"round": 77}
+    b.kill()
+    back = sea.add("b", incarnation=3000, saved=saved)
+    back.slow, back.step = b.slow.copy(), 780
+    await back.train(800, has_weights=True)
+    assert back.step == 800 and back.inner_steps == 20
 
 
 async def test_most_others_that_refuse_an_island_end_its_start_with_the_value_that_differs():

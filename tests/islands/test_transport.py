@@ -244,3 +244,22 @@ async def retried(call: Any) -> Any:
         with contextlib.suppress(Broken, TimeoutError):
             return await call()
         await asyncio.sleep(0.1)
+
+
+async def test_all_connections_but_that_of_weights_have_pings(monkeypatch):
+    """Their answers would wait behind megabytes of weights in buffers."""
+    made: list[dict[str, Any]] = []
+    open_channel = grpc.aio.insecure_channel
+
+    def opened(target: str, options: Any) -> Any:
+        made.append(dict(options))
+        return open_channel(target, options)
+
+    monkeypatch.setattr(grpc.aio, "insecure_channel", opened)
+    async with closed(Dialler("berlin", None, roster_at({}))) as one:
+        for use in ("exchanges", "greetings", "weights"):
+            one._channel("paris", use)
+            one._channel("paris", use)  # the same one
+    pings = [options["grpc.keepalive_time_ms"] for options in made]
+    assert pings == [5000, 5000, 2**31 - 1]
+    assert [options["grpc.http2.ping_timeout_ms"] for options in made] == [22000, 22000, 2**31 - 1]

@@ -258,6 +258,8 @@ class Sim:
         now, steps_a_round = asyncio.get_running_loop().time, self.world.steps_a_round
         while self.step < num_steps and not self.node.is_removed:
             self.apply()
+            if self.step >= num_steps:  # these weights are the last ones
+                break
             await asyncio.sleep(self.node.pace.pause())
             stride = self.node.pace.stride(now(), steps_a_round - self.step % steps_a_round)
             self.inner_steps += 1

@@ -214,6 +214,15 @@ def test_the_last_line_includes_the_bytes_of_the_final_merge(tmp_path, monkeypat
     assert sent_merged == [*sent[:-1], sent[-1] + 10**6]
 
 
+def test_weights_of_an_island_that_has_finished_end_the_run_without_another_step(tmp_path, monkeypatch):
+    exchanges = Exchanges(jumps={3: 6})
+    result = Result(tmp_path, monkeypatch, exchanges=exchanges)
+    assert [step for step, _ in exchanges.steps] == [1, 2, 3]
+    assert result.done == [(EVALUATE, 3), (SAVE, 3), (EVALUATE, 6), (SAVE, 6)]
+    assert exchanges.calls == ["settle", "finish", "leave for good", "settle"]
+    assert result.outcome is not None and result.outcome.finished and result.outcome.step == 6
+
+
 def test_the_last_step_is_logged_regardless_of_log_every(tmp_path, monkeypatch):
     assert [line["step"] for line in Result(tmp_path, monkeypatch, config_of(**ALONE, log_every=4)).lines] == [4, 6]
 
