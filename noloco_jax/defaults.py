@@ -16,5 +16,5 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **{"lr": 0.7, "momentum": 0.9, "nesterov": True, "sync_every": 100, "wire": "float32"},
     },
     "epidemic": {"sync_every": 1, "neighbours": None, "order": "passes", "wire": "float32"},
-    "sparseloco": {"lr": 1.0, "error_decay": 0.95, "top_k": 64, "sync_every": 30},
+    "sparseloco": {"lr": 1.0, "top_k": 64, "sync_every": 30},
 }

@@ -38,7 +38,6 @@ class Method:
       baseline: field -> its value when the method is compared with a noloco configuration, instead of `defaults`
         (DiLoCo's is the baseline of the paper's Section 4); None: the value in `defaults`.
       sync_factor: ratio of its `sync_every` to noloco's in such a comparison.
-      equal_after_outer_steps: True if all replicas have equal weights after an outer step.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Method:
     also_unused: tuple[str, ...] = ()
     baseline: Mapping[str, Any] = field(default_factory=dict)
     sync_factor: int = 1
-    equal_after_outer_steps: bool = False
 
     @property
     def has_outer_steps(self) -> bool:
@@ -185,7 +183,7 @@ def _describe_sparseloco(config: Config) -> str:
     outer = config.outer
     return (
         f"sparseloco: all send {kept_of(CHUNK, outer.top_k)} of {CHUNK} entries to all {_when(config)} "
-        f"(alpha {outer.lr:g}, beta {outer.error_decay:g}){_what(config)}"
+        f"(alpha {outer.lr:g}){_what(config)}"
     )
 
 
@@ -236,7 +234,6 @@ METHODS: dict[str, Method] = {
             outer_collectives=("psum", "all_to_all", "all_gather"),  # the latter two if messages are quantized
             baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
             sync_factor=2,
-            equal_after_outer_steps=True,
         ),
         Method(
             "epidemic",
@@ -256,7 +253,6 @@ METHODS: dict[str, Method] = {
             outer_collectives=("all_gather",),
             also_unused=("outer.delay",),
             baseline={"lr": None},
-            equal_after_outer_steps=True,
         ),
         Method(
             "ddp",

@@ -225,7 +225,7 @@ def epidemic(
 
 def sparseloco(
     outer_lr: Number = _SPARSELOCO["lr"],
-    error_decay: Number = _SPARSELOCO["error_decay"],
+    error_decay: Number = 0.95,
     top_k: int = _SPARSELOCO["top_k"],
     sync_every: int = _SPARSELOCO["sync_every"],
     axis_name: AxisName = "replica",

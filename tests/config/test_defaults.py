@@ -28,7 +28,7 @@ OWN = {
     },
     "diloco": {"lr": 0.7, "momentum": 0.9, "sync_every": 100, "nesterov": True, "wire": "float32"},
     "epidemic": {"sync_every": 1, "order": "passes", "wire": "float32", "neighbours": None},
-    "sparseloco": {"lr": 1.0, "sync_every": 30, "error_decay": 0.95, "top_k": 64},
+    "sparseloco": {"lr": 1.0, "sync_every": 30, "top_k": 64},
     "ddp": {},
     "local": {},
 }
