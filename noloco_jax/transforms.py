@@ -9,13 +9,13 @@ import jax
 import jax.core
 import numpy as np
 
-from noloco_jax.defaults import DEFAULTS
 from noloco_jax.exchange.all_reduce import AllExchange
 from noloco_jax.exchange.axes import AxisName, names_of
 from noloco_jax.exchange.mean import MeanExchange
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.sparseloco import SparseExchange, SparseLoCo
 from noloco_jax.exchange.wire import wire_of
+from noloco_jax.methods import DEFAULTS
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.neighbours import RandomNeighbours
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group

@@ -17,9 +17,8 @@ from noloco_jax.checkpoint.saved import ITEMS, Saved, SavedShape
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import TrainConfig
-from noloco_jax.errors import TransientError, UserError, described, tell
+from noloco_jax.errors import TransientError, UserError, described, tell, told_if_slow
 from noloco_jax.files import check_name, is_full_disk
-from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.programs import TrainState
 
 T = TypeVar("T")
