@@ -1,16 +1,18 @@
-"""Errors that a user can mend, and their report on the command line."""
+"""Errors that a user can mend, and lines to standard error: reports of errors, warnings and slow actions."""
 
 import contextlib
 import importlib
 import os
 import select
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
 INTERRUPTED = 130  # the status that shells give after Ctrl-C
 RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGHUP with everything saved; the same command resumes
+SILENT_SECONDS = 10.0  # after which people wonder
 _DEVICE_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")  # known by name: jax need not be imported
 _OF_THE_PROGRAM = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION", "OUT_OF_RANGE", "NOT_FOUND")
 
@@ -148,6 +150,18 @@ def tell(line: str) -> None:
     with contextlib.suppress(OSError, AttributeError):  # the latter where it was closed from the start
         sys.stderr.write(f"{line}\n")  # at once: a library's threads may be writing too
         sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def told_if_slow(line: str, report: Callable[[str], None] = tell) -> Iterator[None]:
+    """Report a line, once, if the body takes more than `SILENT_SECONDS`."""
+    timer = threading.Timer(SILENT_SECONDS, report, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 _show_as_python_does = warnings.showwarning

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from noloco_jax.defaults import DEFAULTS
 from noloco_jax.schedule import SyncSchedule
 from noloco_jax.wires import CHUNK, MODULO_BITS, kept_of
 
@@ -18,6 +17,19 @@ if TYPE_CHECKING:
 _ARGUMENTS = {"lr": "outer_lr", "momentum": "outer_momentum"}  # field of `outer` -> argument, where they differ
 _OF_PAIRING = ("group_size", "order", "neighbours")  # fields that the pairing takes
 Config = Any  # a `TrainConfig`; its module imports this table and so cannot be imported here
+
+# The only defaults of the `outer` fields on which methods differ; the transforms' arguments have them too.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "noloco": {  # the paper's, except for the order of pairings
+        **{"lr": 0.7, "momentum": 0.5, "consensus": None, "momentum_of": "steps"},
+        **{"sync_every": 50, "group_size": 2, "order": "passes", "wire": "float32"},
+    },
+    "diloco": {  # its own paper's optimizer
+        **{"lr": 0.7, "momentum": 0.9, "nesterov": True, "sync_every": 100, "wire": "float32"},
+    },
+    "epidemic": {"sync_every": 1, "neighbours": None, "order": "passes", "wire": "float32"},
+    "sparseloco": {"lr": 1.0, "top_k": 64, "sync_every": 30},
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,6 @@ class Method:
       baseline: field -> its value when the method is compared with a noloco configuration, instead of `defaults`
         (DiLoCo's is the baseline of the paper's Section 4); None: the value in `defaults`.
       sync_factor: ratio of its `sync_every` to noloco's in such a comparison.
-      equal_after_outer_steps: True if all replicas have equal weights after an outer step.
     """
 
     name: str
@@ -52,7 +63,6 @@ class Method:
     also_unused: tuple[str, ...] = ()
     baseline: Mapping[str, Any] = field(default_factory=dict)
     sync_factor: int = 1
-    equal_after_outer_steps: bool = False
 
     @property
     def has_outer_steps(self) -> bool:
@@ -185,7 +195,7 @@ def _describe_sparseloco(config: Config) -> str:
     outer = config.outer
     return (
         f"sparseloco: all send {kept_of(CHUNK, outer.top_k)} of {CHUNK} entries to all {_when(config)} "
-        f"(alpha {outer.lr:g}, beta {outer.error_decay:g}){_what(config)}"
+        f"(alpha {outer.lr:g}){_what(config)}"
     )
 
 
@@ -236,7 +246,6 @@ METHODS: dict[str, Method] = {
             outer_collectives=("psum", "all_to_all", "all_gather"),  # the latter two if messages are quantized
             baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
             sync_factor=2,
-            equal_after_outer_steps=True,
         ),
         Method(
             "epidemic",
@@ -256,7 +265,6 @@ METHODS: dict[str, Method] = {
             outer_collectives=("all_gather",),
             also_unused=("outer.delay",),
             baseline={"lr": None},
-            equal_after_outer_steps=True,
         ),
         Method(
             "ddp",

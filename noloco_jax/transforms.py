@@ -9,13 +9,13 @@ import jax
 import jax.core
 import numpy as np
 
-from noloco_jax.defaults import DEFAULTS
 from noloco_jax.exchange.all_reduce import AllExchange
 from noloco_jax.exchange.axes import AxisName, names_of
 from noloco_jax.exchange.mean import MeanExchange
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.sparseloco import SparseExchange, SparseLoCo
 from noloco_jax.exchange.wire import wire_of
+from noloco_jax.methods import DEFAULTS
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.neighbours import RandomNeighbours
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
@@ -225,7 +225,7 @@ def epidemic(
 
 def sparseloco(
     outer_lr: Number = _SPARSELOCO["lr"],
-    error_decay: Number = _SPARSELOCO["error_decay"],
+    error_decay: Number = 0.95,
     top_k: int = _SPARSELOCO["top_k"],
     sync_every: int = _SPARSELOCO["sync_every"],
     axis_name: AxisName = "replica",

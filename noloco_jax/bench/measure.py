@@ -17,9 +17,8 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.data import RunData, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.methods import method_of, schedule_of
-from noloco_jax.metrics.flops import mfu, model_flops_per_token
 from noloco_jax.metrics.memory import compiled_peak, measured_peak, program_memory
-from noloco_jax.metrics.peaks import peak_of
+from noloco_jax.metrics.peaks import mfu, model_flops_per_token, peak_of
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs

@@ -28,13 +28,13 @@ def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
       UserError: if the numbers of replicas differ and it does not.
     """
     before, after = saved.num_replicas, config.num_replicas
-    fitting = {"merge", "keep"} if after < before else {"copy"}
-    if before == after or config.elastic in fitting:
+    fitting = "merge" if after < before else "copy"
+    if before == after or config.elastic == fitting:
         return
-    remedy = " or ".join(f"--config.elastic={choice}" for choice in sorted(fitting, reverse=True))
     raise UserError(
         f"the checkpoint has num_replicas={before}, the config has {after} and elastic={config.elastic!r}: give "
-        f"{remedy} to make {after} of the {before}, or --config.num_replicas={before}, or another --workdir"
+        f"--config.elastic={fitting} to make {after} of the {before}, or --config.num_replicas={before}, or another "
+        "--workdir"
     )
 
 
@@ -55,8 +55,8 @@ def restore(saved: Saved, config: TrainConfig, programs: Programs) -> tuple[Trai
     If sizes differ, arrays are read and converted one after another, so that there is never more than one array of the
     saved state beside the run's own state.
 
-    With fewer replicas, replica j of M becomes the mean ("merge") of the replicas i with i mod M = j, in weights, slow
-    weights and all optimizer state, or stays as it is ("keep"). With more, replica j of M is a copy of replica j mod N.
+    With fewer replicas, replica j of M becomes the mean of the replicas i with i mod M = j, in weights, slow weights
+    and all optimizer state. With more, replica j of M is a copy of replica j mod N.
 
     Raises:
       UserError: see `check_elastic`.
@@ -73,11 +73,9 @@ def restore(saved: Saved, config: TrainConfig, programs: Programs) -> tuple[Trai
 
 
 def _report(before: int, after: int, config: TrainConfig) -> str:
-    made = {
-        "merge": f"replica j of {after} is the mean of those with number j modulo {after}",
-        "keep": f"replicas 0 to {after - 1} stay",
-        "copy": f"replica j of {after} is a copy of replica j modulo {before}",
-    }[config.elastic]
+    made = f"replica j of {after} is the mean of those with number j modulo {after}"
+    if after > before:
+        made = f"replica j of {after} is a copy of replica j modulo {before}"
     return (
         f"elastic={config.elastic!r}: {before} replicas become {after}, {made}; their remaining data is "
         "redistributed, nothing skipped or repeated"
@@ -114,7 +112,7 @@ def _conversions(config: TrainConfig, programs: Programs, saved: SavedShape) -> 
         def converted(x: jax.Array) -> jax.Array:
             if not x.ndim:  # scalars are shared by all replicas
                 return x
-            return _resized(_rows(x, saved.num_replicas, mine.num_replicas, config.elastic), shape)
+            return _resized(_rows(x, saved.num_replicas, mine.num_replicas), shape)
 
         return jax.jit(converted, out_shardings=sharding)
 
@@ -131,13 +129,13 @@ def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(kept, [(0, size - had) for size, had in zip(shape, kept.shape, strict=True)])
 
 
-def _rows(x: jax.Array, before: int, after: int, elastic: str) -> jax.Array:
+def _rows(x: jax.Array, before: int, after: int) -> jax.Array:
     """Convert the rows of `before` replicas to rows of `after` replicas."""
     if after == before:
         return x
     if after > before:
         return x[np.arange(after) % before]
-    if elastic == "keep" or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[:after]
 
     def mean(of: jax.Array) -> jax.Array:

@@ -17,9 +17,8 @@ from noloco_jax.checkpoint.saved import ITEMS, Saved, SavedShape
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import TrainConfig
-from noloco_jax.errors import TransientError, UserError, described, tell
+from noloco_jax.errors import TransientError, UserError, described, tell, told_if_slow
 from noloco_jax.files import check_name, is_full_disk
-from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.programs import TrainState
 
 T = TypeVar("T")
@@ -32,7 +31,8 @@ class _Manager(ocp.CheckpointManager):
     """Orbax's manager, which does not ask JAX whether the run stops.
 
     It would ask with a number of its own, also from its thread, and JAX agrees on the number after the last that it was
-    asked with: one that the run has passed, which would never hear of the stop.
+    asked with: one that the run has passed, which would never hear of the stop. No option turns that off in Orbax
+    0.12.8, and its v1 interface asks too (findings/orbax_save_hides_sigterm.sh).
     """
 
     def reached_preemption(self, step: int) -> bool:

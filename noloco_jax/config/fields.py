@@ -151,7 +151,6 @@ class OuterConfig:
     neighbours: int | None = setting(
         None, "Peers to send to in an outer step; None: log2 of num_replicas, rounded up (epidemic).", minimum=1
     )
-    error_decay: float = setting(None, "Decay of unsent changes per outer step (sparseloco).", minimum=0, below=1)
     top_k: int = setting(None, "Entries sent of 4096, in multiples of 4 (sparseloco).", minimum=1, below=4097)
     offload: bool = setting(False, "Keep slow weights and outer momentum in host memory between outer steps.")
 
@@ -244,8 +243,8 @@ class TrainConfig:
     )
     elastic: str = setting(
         "",
-        "Resume with another num_replicas: merge or keep some, for fewer; copy, for more; empty: refuse.",
-        choices=("", "merge", "keep", "copy"),
+        "Resume with another num_replicas: merge, for fewer; copy, for more; empty: refuse.",
+        choices=("", "merge", "copy"),
     )
     init_from: str = setting("", "Hugging Face folder or address of initial weights; empty: random, or a resume.")
     sample_prompt: str = setting("", "Prompt that the merged model continues at the end.")

@@ -29,11 +29,10 @@ from noloco_jax.data.mixture import configs_by_source
 from noloco_jax.data.open_sources import encoder_of, open_documents, open_source
 from noloco_jax.data.source import Source
 from noloco_jax.data.validation import batches_of
-from noloco_jax.errors import UserError, tell
+from noloco_jax.errors import UserError, tell, told_if_slow
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.metrics.evaluate import loss_of_one, perplexity_of
 from noloco_jax.model.kind import Params
-from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from noloco_jax.errors import tell
+from noloco_jax.errors import SILENT_SECONDS, tell
 from noloco_jax.formatting import (
     format_clock,
     format_perplexity,
@@ -21,7 +21,6 @@ from noloco_jax.formatting import (
     format_tokens_per_second,
     or_infinity,
 )
-from noloco_jax.patience import SILENT_SECONDS
 
 
 def make_console() -> Console:

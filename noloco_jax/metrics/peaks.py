@@ -1,8 +1,11 @@
-"""Published peak rates of devices in matrix products, for the model FLOP utilization (MFU) of a run."""
+"""Model FLOP utilization (MFU): floating-point operations of training, and published peak rates of devices."""
 
 from typing import Any, NamedTuple
 
 import jax
+
+from noloco_jax.config import TrainConfig
+from noloco_jax.model.kind import kind_of
 
 
 class Peak(NamedTuple):
@@ -62,3 +65,17 @@ def peak_of(device_kind: str, dtype: str) -> Peak | None:
     if not is_tpu and precision in (None, "default", "tensorfloat32"):
         return Peak(1e12 * tflops * _TF32_SHARE, f"{source}, TF32 without sparsity")
     return None
+
+
+def model_flops_per_token(config: TrainConfig) -> float:
+    """Count the floating-point operations of training on one token that the model needs, not those executed.
+
+    The backward pass takes twice the forward one (`Model.forward_flops`). Recomputation (remat) and Muon's iterations
+    are not counted.
+    """
+    return 3.0 * kind_of(config.model).forward_flops(config.model, config.data.sequence_length)
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:
+    """Return the model FLOP utilization: the share (0 to 1) of the devices' peak rate that the model's FLOPs use."""
+    return tokens_per_second * flops_per_token / peak_flops_per_second

@@ -262,7 +262,7 @@ def save_folder(
         _write_json(unfinished / CONFIG_FILE, their_config(config, max_position_embeddings) | ids)
         _write_json(unfinished / GENERATION_FILE, generation_config(generation, bos_id, eos_id))
         if tokenizer is not None:
-            save_tokenizer(tokenizer, unfinished, model_type=family_of(config), add_bos=bos_id is not None)
+            save_tokenizer(tokenizer, unfinished, add_bos=bos_id is not None)
         _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
         if not is_there:
             unfinished.replace(folder)

@@ -12,33 +12,18 @@ from noloco_jax.data.tokenizer_folder import of_transformers, text_of
 from noloco_jax.errors import described
 from noloco_jax.model.byte_tokenizer import BYTE_SETTINGS, begin_with_bos, byte_backend
 
-_CONFIG_FILE = "tokenizer_config.json"
 # The class that loads tokenizer.json as it is, by the name that every version of `transformers` knows.
 _OF_FILE = "PreTrainedTokenizerFast"
-# AutoTokenizer of transformers 5 loads these model types' tokenizers with this class, whatever `tokenizer_class` says.
-# The class takes the vocabulary alone from tokenizer.json: the normalizer and the pre-tokenizer are its own.
-_FORCED_CLASSES = {"qwen2": "Qwen2Tokenizer"}
 # Of a given tokenizer_config.json, beside the special tokens. Other entries make some version rebuild the tokenizer.
 _KEPT = ("chat_template", "model_max_length", "padding_side")
 
-_MODULE, _CLASS = "tokenization_from_file", "TokenizerFromFile"
-_CODE = f'''"""The tokenizer of this folder's tokenizer.json, for AutoTokenizer with trust_remote_code=True."""
 
-from transformers import PreTrainedTokenizerFast
-
-
-class {_CLASS}(PreTrainedTokenizerFast):
-    """A tokenizer that is tokenizer.json unchanged; without trust_remote_code its base class is the same."""
-'''
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, model_type: str, add_bos: bool) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, add_bos: bool) -> None:
     """Write a tokenizer beside a model's config.json; warn if `transformers` makes other token ids from the files.
 
     Args:
       tokenizer: the tokenizer of training.
       folder: where to; its config.json is there already, as AutoTokenizer reads it too.
-      model_type: the model's, in `transformers`.
       add_bos: let it put BOS in front of a text, as the model's documents had it.
     """
     import tokenizers
@@ -50,17 +35,15 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, model_type: str, add_b
     if add_bos and tokenizer.bos_id is not None:
         begin_with_bos(backend, tokenizer.bos_id)
     backend.save(str(folder / "tokenizer.json"))
-    entries = _entries(backend, tokenizer, settings)
-    _write_config(folder, entries | {"tokenizer_class": _FORCED_CLASSES.get(model_type, _OF_FILE)})
-    if _class_of_other_ids(tokenizer, folder):
-        _load_file_unchanged(folder, entries)
-        if loaded_as := _class_of_other_ids(tokenizer, folder):
-            warnings.warn(
-                f"AutoTokenizer loads the exported tokenizer as {loaded_as}, which makes other token ids than "
-                f"data.tokenizer={tokenizer.name!r}, on which the model was trained: load it by "
-                f"{_OF_FILE}.from_pretrained instead",
-                stacklevel=3,
-            )
+    entries = _entries(backend, tokenizer, settings) | {"tokenizer_class": _OF_FILE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    if loaded_as := _class_of_other_ids(tokenizer, folder):
+        warnings.warn(
+            f"AutoTokenizer loads the exported tokenizer as {loaded_as}, which makes other token ids than "
+            f"data.tokenizer={tokenizer.name!r}, on which the model was trained: load it by "
+            f"{_OF_FILE}.from_pretrained instead",
+            stacklevel=3,
+        )
 
 
 def _entries(backend: Any, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,19 +86,3 @@ def _class_of_other_ids(trained: Tokenizer, folder: Path) -> str:
         return f"nothing ({described(error)[:100]})"
     ends_are_same = (loaded.bos_id, loaded.eos_id) == (trained.bos_id, trained.eos_id)
     return "" if ends_are_same and makes_same_ids(trained, loaded) else type(theirs).__name__
-
-
-def _load_file_unchanged(folder: Path, entries: dict[str, Any]) -> None:
-    """Let AutoTokenizer load tokenizer.json as it is, whatever the model's type.
-
-    An entry in `auto_map` is a tokenizer of one's own to AutoTokenizer, which then leaves the class of the model's type
-    aside. It runs the code that the entry names with trust_remote_code=True, and follows `tokenizer_class` without.
-    """
-    # The first place is for use_fast=False, in versions before 5.
-    own = {"tokenizer_class": _OF_FILE, "auto_map": {"AutoTokenizer": [f"{_MODULE}.{_CLASS}"] * 2}}
-    _write_config(folder, entries | own)
-    (folder / f"{_MODULE}.py").write_text(_CODE, encoding="utf-8")
-
-
-def _write_config(folder: Path, values: dict[str, Any]) -> None:
-    (folder / _CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

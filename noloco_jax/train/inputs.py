@@ -14,11 +14,10 @@ from noloco_jax.data import (
     load_tokenizer,
     makes_same_ids,
 )
-from noloco_jax.errors import UserError
+from noloco_jax.errors import UserError, told_if_slow
 from noloco_jax.metrics.evaluate import Validation, read_validation
 from noloco_jax.model.huggingface import check_has_format, load_params
 from noloco_jax.model.kind import Params, check_generates, check_kind
-from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
 from noloco_jax.storage.addresses import is_remote, list_folder, local_folder

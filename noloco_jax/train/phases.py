@@ -25,7 +25,7 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
-from noloco_jax.errors import TransientError
+from noloco_jax.errors import TransientError, told_if_slow
 from noloco_jax.files import check_writable, without_room
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
@@ -35,7 +35,6 @@ from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_p
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
 from noloco_jax.model.kind import Params
-from noloco_jax.patience import told_if_slow
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import FIRST_WEIGHTS, compile_programs, keep_programs

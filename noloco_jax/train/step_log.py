@@ -9,7 +9,7 @@ import numpy as np
 
 from noloco_jax.checkpoint.totals import Throughput, Totals, wall_clock
 from noloco_jax.errors import UserError
-from noloco_jax.metrics.flops import mfu, model_flops_per_token
+from noloco_jax.metrics.peaks import mfu, model_flops_per_token
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import StepMetrics, TrainState
 from noloco_jax.train.parts import Run

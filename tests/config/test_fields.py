@@ -269,7 +269,7 @@ def test_refusals_say_which_values_are_allowed():
     assert_each_is_refused(
         [
             (nested("method", "nolocco"), ["method='nolocco' is not allowed: give one of noloco, diloco"]),
-            (nested("elastic", "zzz"), ["give one of '', merge, keep, copy"]),
+            (nested("elastic", "zzz"), ["give one of '', merge, copy"]),
             (nested("num_steps", 0), ["num_steps=0 is not allowed: give a whole number of at least 1"]),
             (nested("inner.lr", 0.0), ["give a number above 0"]),
             (nested("inner.b1", 1.0), ["give a number of at least 0 and below 1"]),

@@ -4,8 +4,7 @@ import jax
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.metrics.flops import mfu, model_flops_per_token
-from noloco_jax.metrics.peaks import peak_of
+from noloco_jax.metrics.peaks import mfu, model_flops_per_token, peak_of
 
 
 def matmul_flops(config: TrainConfig) -> float:

@@ -14,7 +14,7 @@ from noloco_jax.model.tokenizer_files import save_tokenizer
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(ByteTokenizer(), folder, model_type="llama", add_bos=False)
+    save_tokenizer(ByteTokenizer(), folder, add_bos=False)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -51,7 +51,7 @@ def test_special_tokens_have_the_ids_of_training(loaded):
 
 
 def test_a_text_begins_with_bos_where_documents_did_in_training(tmp_path):
-    save_tokenizer(ByteTokenizer(), tmp_path, model_type="llama", add_bos=True)
+    save_tokenizer(ByteTokenizer(), tmp_path, add_bos=True)
     assert AutoTokenizer.from_pretrained(tmp_path)("hi")["input_ids"] == [256, 104, 105]
     assert load_tokenizer(str(tmp_path)).encode("hi").tolist() == [
         104,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.metrics.flops import model_flops_per_token
+from noloco_jax.metrics.peaks import model_flops_per_token
 from noloco_jax.model import kind
 from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.llama import Llama

@@ -18,7 +18,7 @@ LAST = Path("checkpoints/40")
 LONGER = ("--config.num_steps=44",)
 # Steps too small to change a weight, and no outer step: the final checkpoint holds the restored weights.
 STILL = ("--config.inner.lr=1e-30", "--config.inner.min_lr=0", "--config.outer.sync_every=100")
-FEWER = (*LONGER, *STILL, "--config.num_replicas=2", "--config.elastic=keep")
+FEWER = (*LONGER, *STILL, "--config.num_replicas=2", "--config.elastic=merge")
 
 
 @pytest.fixture(scope="module")
@@ -74,19 +74,20 @@ def test_a_run_resumes_bitwise_after_a_sigkill_of_one_process(config, two):
     processes.assert_equal_runs(broken, two)
 
 
-def test_a_smaller_run_keeps_weights_bitwise_and_data_over_two_processes_and_in_one(config, two):
+def test_a_smaller_run_has_the_means_bitwise_and_data_over_two_processes_and_in_one(config, two):
     fewer = {number: config.parent / f"fewer{number}" for number in (1, 2)}
     for number, workdir in fewer.items():
         shutil.copytree(two, workdir)
         results = processes.run(config, workdir, *FEWER, number=number)
         assert [status for status, _ in results] == [0] * number, processes.report(results)
-        assert "elastic='keep': 4 replicas become 2, replicas 0 to 1 stay" in results[0][1]
+        assert "elastic='merge': 4 replicas become 2, replica j of 2 is the mean" in results[0][1]
     before = processes.weights(two)
     assert np.abs(before["['embed']"][0] - before["['embed']"][1]).max() > 1e-3
     for workdir in fewer.values():
         after = processes.weights(workdir)
         for name in before:
-            np.testing.assert_array_equal(after[name], before[name][:2], err_msg=name)
+            first, second = before[name][:2], before[name][2:]
+            np.testing.assert_array_equal(after[name], first + (second - first) / 2, err_msg=name)
     processes.assert_same_losses(fewer[2], fewer[1], since=40)
 
 

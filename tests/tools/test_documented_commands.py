@@ -192,7 +192,7 @@ def test_commands_name_tools_files_and_fields_that_exist(page):
     assert set(re.findall(r"python -m noloco_jax\.([a-z]+(?:\.[a-z]+)?)", text)) <= {
         *TOOLS,
         *examples,
-        *("bench.exogym", "config.reference"),
+        "config.reference",
     }
     for file in re.findall(r"\b(?:launch|configs)/\w+\.(?:sh|py|yaml|sbatch|png)", text):
         assert (ROOT / file).exists(), file

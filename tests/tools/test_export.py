@@ -194,7 +194,7 @@ def test_a_runs_tokenizer_is_found_from_another_folder_and_named_where_it_is_gon
     """Its path was relative; the first run has a copy of it, the second is from before its first save of one."""
     config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, tokenizer="tokenizer"))
     (tmp_path / "here/tokenizer").mkdir(parents=True)
-    save_tokenizer(ByteTokenizer(), tmp_path / "here/tokenizer", model_type="llama", add_bos=False)
+    save_tokenizer(ByteTokenizer(), tmp_path / "here/tokenizer", add_bos=False)
     monkeypatch.chdir(tmp_path / "here")
     for name in ("copied", "bare"):
         make_run(tmp_path / name, config)

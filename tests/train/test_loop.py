@@ -17,7 +17,7 @@ from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.console import Progress
-from noloco_jax.metrics.flops import model_flops_per_token
+from noloco_jax.metrics.peaks import model_flops_per_token
 from noloco_jax.metrics.writer import METRICS_FILE, MetricWriter
 from noloco_jax.spmd.programs import StepMetrics, TrainState
 from noloco_jax.train import loop, parts, step_log, sync

@@ -81,8 +81,8 @@ def test_a_workdir_in_use_is_refused(config, tmp_path):
         (["--config.model.num_layers=3"], "model.num_layers=2, the config has 3: give --config.model.num_layers=2"),
         (["--config.method=diloco"], "method='noloco', the config has 'diloco'"),
         (["--config.data.add_bos=False"], "data.add_bos=True, the config has False: give --config.data.add_bos=True"),
-        (["--config.num_replicas=2"], "give --config.elastic=merge or --config.elastic=keep to make 2 of the 4"),
-        (["--config.num_replicas=8", "--config.elastic=keep"], "give --config.elastic=copy to make 8 of the 4"),
+        (["--config.num_replicas=2"], "give --config.elastic=merge to make 2 of the 4"),
+        (["--config.num_replicas=8", "--config.elastic=merge"], "give --config.elastic=copy to make 8 of the 4"),
     ],
 )
 def test_the_checkpoint_of_another_run_is_refused(config, trained, arguments, message):

@@ -1,7 +1,7 @@
 """Speed beside EXO Gym: both train the same Llama on bytes with DiLoCo and four replicas, in float32 on this CPU.
 
-    python -m noloco_jax.bench.exogym --gym=DIR --text=FILE                          # 0.6M parameters
-    python -m noloco_jax.bench.exogym --gym=DIR --text=FILE --hidden=256 --layers=3  # 3.3M
+    python -m tests.exogym --gym=DIR --text=FILE                          # 0.6M parameters
+    python -m tests.exogym --gym=DIR --text=FILE --hidden=256 --layers=3  # 3.3M
 
 It needs PyTorch, psutil and in DIR a checkout of https://github.com/exo-explore/gym (PyPI's exogym is empty). It prints
 tokens per second in the second half of the run, seconds to the tenth step, and memory: the largest sum of what the
