@@ -10,7 +10,7 @@ import asyncio
 import enum
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,12 +88,14 @@ class Meetings:
       due: messages with a partner, since the start.
       committed: of them those exchanged.
       one_sided: exchanges that only the partner may have applied, also before the start.
+      unapplied: rounds whose corrections are delivered, and not yet in the messages that the training makes.
     """
 
     def __init__(self, node: View, saved: Mapping[str, Any] | None):
         self.node = node
         self.due = self.committed = 0
         self.one_sided: int = saved["one_sided"] + saved["unresolved"] if saved else 0
+        self.unapplied: set[int] = set()
         self._bounds = Bounds(saved and saved["bounds"])
         self._open: dict[int, Meeting] = {}
         self._finished: dict[tuple[str, int, int], float] = {}  # (dialler, incarnation, round) -> own factor
@@ -119,11 +121,8 @@ class Meetings:
         """Return whether the message of this round, or of an earlier one, may still be exchanged; for any thread."""
         return any(one <= round for one in tuple(self._open))  # a copy, as meetings end meanwhile
 
-    def begin(self, round: int, own: Any, norm: float, tokens: int, lacking: Sequence[int] = ()) -> None:
-        """Begin the meeting of a round that has ended, and end those that have waited too long.
-
-        The message lacks the corrections of the rounds in `lacking`, which are delivered but not applied.
-        """
+    def begin(self, round: int, own: Any, norm: float, tokens: int) -> None:
+        """Begin the meeting of a round that has ended, and end those that have waited too long."""
         node, oldest = self.node, round - LATEST * self.node.patience  # a lost Commit is asked for until then
         self.end("not committed in time", lambda meeting: meeting.round <= round - self._patience(meeting))
         self._finished = {key: factor for key, factor in self._finished.items() if key[2] > oldest - LATELY}
@@ -134,7 +133,7 @@ class Meetings:
         factor = partial(self._factor, round)  # not of the meeting: a cycle would keep all arrays
         attempt = Attempt(node.codec, node.world.run, own, norm, tokens, factor)
         meeting = self._open[round] = Meeting(round, name, attempt, node.world.num_steps)
-        for other in lacking:
+        for other in self.unapplied:
             meeting.lacks += self._share_of(other, node.partner(other) or "", meeting)
         if not math.isfinite(norm):
             self._end(meeting, "the own message is not finite")
@@ -349,6 +348,7 @@ class Meetings:
         self._carried.append(True)
         node.has_averaged = True
         self._steps_late += late
+        self.unapplied.add(meeting.round)
         own, weight, codec = attempt.own, factor * attempt.weight, node.codec
         node.world.deliver(meeting.round, lambda: codec.correction(own, read, weight))
         node.world.outcome(met)

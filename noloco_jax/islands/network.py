@@ -9,9 +9,11 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,18 +76,23 @@ class Link:
 
     def __init__(self, plan: LinkPlan, report: Callable[[str], None]):
         self._plan, self._report = plan, report
-        self._lock = threading.Lock()
-        self._inbox: list[Correction | CaughtUp] = []
-        self._met: list[Met] = []
+        self._arriving: deque[Correction | CaughtUp] = deque()  # from the network's thread to the training's
+        self._inbox: list[Correction | CaughtUp] = []  # of the training's thread alone
+        self._met: deque[Met] = deque()  # from the network's thread to the training's
         self._giving = 0  # calls that fetch weights now
         self._steps = 0  # inner steps begun
-        self._epoch = 0  # of the training's weights: raised where a donor's take their place
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="island-decode")
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="island-network", daemon=True)
+        self._loop.set_exception_handler(self._tell_fault)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="island-network", daemon=True)
         self._is_closed = False
         self.pace = Pace(plan.steps_per_round, plan.by_time)
         self.dialler = Dialler(plan.name, plan.credentials, plan.roster)
+        authority = None if plan.credentials is None else plan.credentials.authority
+        parse = None if authority is None else partial(parse_document, run=plan.roster.run, authority=authority)
+        self.node = Node(plan, self.dialler, self, self.pace, parse)
+        self.copies = Copies(self.node, plan.forms, self.run, self._arriving.append)
+        self._listener = Listener(self.node, self._give, lambda: self.node.roster, plan.credentials)
 
     # Start and end.
 
@@ -123,18 +130,7 @@ class Link:
 
     def round_ended(self, round: int, step: int, message: Message, norm: float, tokens: int) -> None:
         """Leave a round's message to be exchanged; see `Node.round_ended`."""
-        with self._lock:
-            epoch, lacking = self._epoch, [item.round for item in self._inbox if isinstance(item, Correction)]
-
-        def end() -> None:
-            if epoch != self._epoch:  # a donor's weights have taken the place of those that made it
-                return
-            with self._lock:  # what was committed meanwhile is not in the message either
-                late = [item.round for item in self._inbox if isinstance(item, Correction)]
-            lacks = list(dict.fromkeys([*lacking, *late]))
-            self.node.round_ended(round, step, message, norm, tokens, lacks)
-
-        self._loop.call_soon_threadsafe(end)
+        self._loop.call_soon_threadsafe(self.node.round_ended, round, step, message, norm, tokens)
 
     def stride(self, largest: int) -> int:
         """Begin an inner step: return the steps of the schedule that it stands for."""
@@ -143,29 +139,28 @@ class Link:
 
     def take(self) -> list[Correction | CaughtUp]:
         """Return corrections ready to apply, in order; a received state has taken the place of earlier ones."""
-        with self._lock:
-            ready = itertools.takewhile(lambda item: isinstance(item, CaughtUp) or item.arrays.done(), self._inbox)
-            return self._taken(len(list(ready)))
+        self._drain()
+        ready = itertools.takewhile(lambda item: isinstance(item, CaughtUp) or item.arrays.done(), self._inbox)
+        return self._taken(len(list(ready)))
 
-    def take_all(self) -> tuple[list[Correction | CaughtUp], dict[str, Any]]:
-        """Return everything delivered, and the protocol's state to save with weights that have applied it."""
+    def take_all(self) -> tuple[list[Correction | CaughtUp], dict[str, Any] | None]:
+        """Return all corrections delivered, and the protocol's state to save with weights that have applied them.
 
-        def take() -> tuple[list[Correction | CaughtUp], dict[str, Any]]:
-            with self._lock:
-                return self._taken(len(self._inbox)), self.node.to_json()
+        Nothing, and None, where a received state is to replace the weights.
+        """
 
-        return self._call(take)
+        def drain() -> dict[str, Any]:
+            self._drain()
+            return self.node.to_json()
 
-    def put_back(self, state: CaughtUp) -> None:
-        """Put a received state back at the head."""
-        with self._lock:
-            self._inbox.insert(0, state)
+        saved = self._call(drain)
+        if any(isinstance(item, CaughtUp) for item in self._inbox):
+            return [], None
+        return self._taken(len(self._inbox)), saved
 
     def take_met(self) -> list[Met]:
         """Return the outcomes since the last call."""
-        with self._lock:
-            met, self._met = self._met, []
-            return met
+        return [self._met.popleft() for _ in range(len(self._met))]
 
     def settle(self, round: int, seconds: float) -> None:
         """Wait until every exchange of this round and earlier ones has ended, up to so many seconds."""
@@ -231,12 +226,10 @@ class Link:
         return await self._loop.run_in_executor(self._worker, function, *arguments)
 
     def deliver(self, round: int, correct: Callable[[], Any]) -> None:
-        with self._lock:
-            self._inbox.append(Correction(round, self._worker.submit(correct)))
+        self._arriving.append(Correction(round, self._worker.submit(correct)))
 
     def outcome(self, met: Met) -> None:
-        with self._lock:
-            self._met.append(met)
+        self._met.append(met)
 
     def tell(self, line: str) -> None:
         self._report(line)
@@ -248,11 +241,6 @@ class Link:
     def num_steps(self) -> int:
         return self._steps
 
-    def take_state(self, state: CaughtUp) -> None:
-        with self._lock:
-            self._epoch += 1
-            self._inbox = [state]
-
     # Inside.
 
     def _still(self, names: Callable[[], list[str]], ask_seconds: float) -> list[str]:
@@ -263,13 +251,17 @@ class Link:
 
         return self._submit(found()).result()
 
+    def _drain(self) -> None:
+        """Move what has arrived to the inbox, where a state takes the place of everything before it."""
+        while self._arriving:
+            item = self._arriving.popleft()
+            self._inbox = [item] if isinstance(item, CaughtUp) else [*self._inbox, item]
+
     def _taken(self, count: int) -> list[Correction | CaughtUp]:
         taken, self._inbox = self._inbox[:count], self._inbox[count:]
+        for item in taken:  # in order with `round_ended`, so that the protocol knows what each message has
+            self._loop.call_soon_threadsafe(self.node.applied, item.round)
         return taken
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     async def _open(self) -> None:
         plan, credentials = self._plan, self._plan.credentials
@@ -277,15 +269,6 @@ class Link:
         address = plan.address or own.address
         if address.can_be_dialled:
             await self._check_alone()
-        authority = None if credentials is None else credentials.authority
-
-        def parse(document: bytes) -> Roster:
-            assert authority is not None
-            return parse_document(document, plan.roster.run, authority)
-
-        self.node = Node(plan, self.dialler, self, self.pace, None if authority is None else parse)
-        self.copies = Copies(self.node, plan.forms, self.run, self.take_state)
-        self._listener = Listener(self.node, self._give, lambda: self.node.roster, credentials)
         if address.can_be_dialled or plan.listen:
             host = "127.0.0.1" if address.is_loopback else "[::]"
             await self._listener.open(plan.listen or Address(host.strip("[]"), address.port))
@@ -311,11 +294,13 @@ class Link:
             self._giving -= 1
 
     async def _close(self) -> None:
-        if hasattr(self, "node"):
-            await self.node.close()
-        if hasattr(self, "_listener"):
-            await self._listener.close()
+        await self.node.close()
+        await self._listener.close()
         await self.dialler.close()
+
+    def _tell_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.node.tell(f"a fault of this program, please report it: {context.get('exception') or context['message']!r}")
+        loop.default_exception_handler(context)  # logs the stack
 
     def _submit(self, coroutine: Any) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
@@ -32,6 +32,7 @@ class Node(View):
     ):
         self.step = 0
         self.figures: dict[str, float] = {}
+        self._donated: int | None = None  # round of a donor's weights, until the training continues from them
         self.meetings = Meetings(self, plan.saved)
         super().__init__(plan, network, world, pace, parse)
 
@@ -43,10 +44,10 @@ class Node(View):
 
     # The training's side.
 
-    def round_ended(
-        self, round: int, step: int, own: Any, norm: float, tokens: int, lacking: Sequence[int] = ()
-    ) -> None:
+    def round_ended(self, round: int, step: int, own: Any, norm: float, tokens: int) -> None:
         """End a round: its message waits for the partner's.
+
+        Rounds of weights whose place a donor's take are left out, until the training continues from the donor's.
 
         Args:
           round: one more than the last one.
@@ -54,13 +55,20 @@ class Node(View):
           own: the message, for the codec.
           norm: Euclidean, of the message.
           tokens: that were trained on in it.
-          lacking: rounds whose corrections are delivered, and not applied in the message.
         """
+        if self._donated is not None:
+            return
         assert round == self.round + 1, f"round {round} follows round {self.round}"
         self.round, self.step = round, step
         self.pace.round_ended(round, self._now())
-        self.meetings.begin(round, own, norm, tokens, lacking)
+        self.meetings.begin(round, own, norm, tokens)
         self.notify()
+
+    def applied(self, round: int) -> None:
+        """Learn that messages from now on have the correction of a round, or a donor's weights of that round."""
+        self.meetings.unapplied.discard(round)
+        if round == self._donated:
+            self._donated = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol's state, to save with weights in which everything delivered is applied."""
@@ -79,7 +87,9 @@ class Node(View):
     def adopt(self, donor: str, round: int, has_averaged: bool) -> None:
         """Continue from a donor's weights: forget the exchanges of the old ones."""
         self.meetings.end("weights of a peer took this island's place")
-        self.round, self.has_averaged = round, self.has_averaged or has_averaged
+        self.meetings.unapplied.clear()
+        self.round = self._donated = round
+        self.has_averaged = self.has_averaged or has_averaged
         self.incarnation += 1
         self.pace.restart()
         self.world.outcome(Met(round, donor, "caught up"))

@@ -241,10 +241,6 @@ class IslandSteps:
         """Return everything that has arrived, and the protocol's state; None in its place if this state is replaced."""
         assert self.link is not None
         items, saved = self.link.take_all()
-        for item in items:
-            if isinstance(item, CaughtUp):
-                self.link.put_back(item)
-                return [], None
         return self._announced(items), saved
 
     def _announced(self, items: list[Correction | CaughtUp]) -> list[list[Any]]:

@@ -209,7 +209,7 @@ class View:
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.tell(f"a fault of this program, please report it: {error!r}")
+            task.get_loop().call_exception_handler({"message": "a task failed", "exception": error})
 
     async def close(self, seconds: float = 2.0) -> None:
         """Wait for goodbyes, and end everything else."""

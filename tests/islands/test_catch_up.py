@@ -30,6 +30,16 @@ async def test_an_island_with_fast_rounds_that_is_behind_meets_again_within_seco
     assert participation(a, stopped + behind + 100) > 0.97
 
 
+async def test_a_round_that_ends_before_a_donor_s_weights_are_taken_is_left_out():
+    """Each step ends a round: one ends after the weights have come, and before the next step continues from them."""
+    sea = Sea(["a", "b"], steps_a_round=1)
+    a, b = sea.add("a"), sea.add("b")
+    await asyncio.gather(a.train(1000), b.train(1000), b.stop(10, 20))
+    (caught_up,) = (met.round for met in b.met if met.outcome == "caught up")
+    assert [met.round for met in b.met if met.round > caught_up][:3] == [caught_up + 1, caught_up + 2, caught_up + 3]
+    assert participation(b, caught_up + 5) > 0.97 and b.round == a.round
+
+
 class Liar(Sim):
     """Claims another round than its own, and gives these weights."""
 

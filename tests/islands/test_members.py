@@ -116,7 +116,8 @@ async def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, ho
 
     def begin(name: str, roster: Roster, round: int = -1) -> None:
         sim = sea.add(name, parse=rosters.__getitem__, roster=roster)
-        sim.node.phase, sim.node.round, sim.step = pb.Status.TRAINING, round, round + 1
+        sim.node.phase, sim.node.round = pb.Status.TRAINING, round
+        sim.round, sim.step = round, round + 1
         tasks.append(asyncio.ensure_future(sim.go_on(10**6)))
 
     async def spread(roster: Roster, soon: int) -> None:

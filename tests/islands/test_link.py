@@ -1,0 +1,44 @@
+"""Link between an island's training and its network: what waits for the training, and what its loop reports."""
+
+import pytest
+
+from noloco_jax.islands.catch_up import CaughtUp
+from support.live_island import LiveIsland, wait_for
+from support.rosters import on_loopback
+
+
+@pytest.fixture
+def island(tmp_path):
+    """An island that does not train, whose loop runs."""
+    island = LiveIsland("a", on_loopback("a", "b"), tmp_path)
+    island.link._thread.start()
+    yield island
+    island.link.close()
+
+
+def test_a_donor_s_state_takes_the_place_of_all_that_came_before_it_and_is_not_saved(island):
+    link = island.link
+    link.deliver(3, list)
+    link.copies.take_state(CaughtUp(9, 90, {}))
+    link.deliver(10, list)
+    link._arriving[-1].arrays.result()
+    assert link.take_all() == ([], None)
+    assert [item.round for item in link.take()] == [9, 10]
+    items, saved = link.take_all()
+    assert not items and saved is not None
+
+
+def test_an_error_in_a_callback_or_a_task_of_the_network_is_reported(island, caplog):
+    async def task() -> None:
+        raise ValueError("in a task")
+
+    def callback() -> None:
+        island.link.node.start(task())
+        raise ValueError("in a callback")
+
+    island.link._loop.call_soon_threadsafe(callback)
+    wait_for(lambda: len(island.lines) >= 2, 30)
+    for place in ("callback", "task"):
+        (line,) = (line for line in island.lines if f"in a {place}" in line)
+        assert line.startswith("a fault of this program, please report it: ValueError")
+        assert any(f"in a {place}" in (record.exc_text or "") for record in caplog.records)  # with its stack
