@@ -2,7 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from noloco_jax.islands import exchange
 from noloco_jax.islands.exchange import PIECE_BYTES, SILENT_SECONDS, Broken
 from noloco_jax.islands.link_advice import settings_that_fit
 from noloco_jax.islands.meetings import Meeting
+from noloco_jax.islands.network import Correction
 from noloco_jax.islands.payload import Message
 from noloco_jax.islands.transport import CALLS_OF_ONE
 from noloco_jax.simulate.cost import Setting
@@ -202,7 +203,7 @@ def test_a_message_lacks_what_is_committed_until_its_exchange_begins(tmp_path, m
     for round in (3, 4):  # committed before the network's thread hears of the round's end, and taken after it
         meetings.unapplied.add(round)
         link.deliver(round, list)
-        link._arriving[-1].arrays.result()
+        cast(Correction, link._arriving[-1]).arrays.result()
     assert [item.round for item in link.take()] == [3, 4]
     link.round_ended(6, 60, Message(6, [WEIGHTS]), 1.0, 100)
     link._loop.run_until_complete(asyncio.sleep(0))
