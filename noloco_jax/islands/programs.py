@@ -16,6 +16,8 @@ from noloco_jax.exchange.modulo import Modulo, encode_in, propose
 from noloco_jax.exchange.wire import Wire, encode
 from noloco_jax.outer.rule import Arrived, OuterState, Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.spmd.compile import num_at_once
+from noloco_jax.spmd.compile_once import Lowered, compile_all
 from noloco_jax.spmd.offload import from_rest
 from noloco_jax.spmd.programs import Programs, build_outer, outer_axes, shardings_of
 from noloco_jax.spmd.sharding import SLOT
@@ -103,8 +105,12 @@ def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
     """Compile the programs for the run's shapes and shardings; the outer state they take is between steps."""
     params, _, outer = programs.state
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    step = solo.step.lower(params, outer).compile()  # type: ignore[attr-defined]
-    apply = solo.apply.lower(params, outer, solo.correction, number).compile()  # type: ignore[attr-defined]
+    lowered = (
+        Lowered("step", solo.step.lower(params, outer)),  # type: ignore[attr-defined]
+        Lowered("apply", solo.apply.lower(params, outer, solo.correction, number)),  # type: ignore[attr-defined]
+    )
+    compiled = compile_all(lowered, num_at_once(programs))
+    step, apply = compiled["step"].program, compiled["apply"].program
     return replace(
         solo,
         step=from_rest(step, programs),
