@@ -13,8 +13,8 @@ import numpy as np
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CATCH_UP, GIVE_SECONDS, CaughtUp
 from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.node import Node
 from noloco_jax.islands.payload import EXACT, StateForms, pack
+from noloco_jax.islands.view import View
 
 _KEPT_SECONDS = 15.0  # for which encoded weights serve further requests: peers that merge ask at the same time
 FAR_WEIGHTS = 8.0  # largest distance of a donor's weights, in multiples of the own ones' norm
@@ -47,7 +47,7 @@ class Copies:
 
     def __init__(
         self,
-        node: Node,
+        node: View,
         forms: StateForms,
         run: Callable[..., Awaitable[Any]],
         take_state: Callable[[CaughtUp], None],

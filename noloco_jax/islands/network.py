@@ -91,8 +91,8 @@ class Link:
         authority = None if plan.credentials is None else plan.credentials.authority
         parse = None if authority is None else partial(parse_document, run=plan.roster.run, authority=authority)
         self.node = Node(plan, self.dialler, self, self.pace, parse)
-        self.copies = Copies(self.node, plan.forms, self.run, self._arriving.append)
-        self._listener = Listener(self.node, self._give, lambda: self.node.roster, plan.credentials)
+        self.copies = Copies(self.node.view, plan.forms, self.run, self._arriving.append)
+        self._listener = Listener(self.node, self._give, lambda: self.node.view.roster, plan.credentials)
 
     # Start and end.
 
@@ -107,7 +107,7 @@ class Link:
     def begin(self) -> "Future[None]":
         """Begin to wait until the island may train; the result raises `UserError` as `start.begin`."""
         plan, catch_up = self._plan, CatchUp(self.node, self.copies)
-        return self._submit(begin(self.node, catch_up, plan.saved is not None, plan.began_before))
+        return self._submit(begin(self.node.view, catch_up, plan.saved is not None, plan.began_before))
 
     def leave(self, phase: Any = pb.Status.LEAVING) -> None:
         """Begin no further exchange, and tell the peers one of `peers.ENDED`."""
@@ -166,7 +166,7 @@ class Link:
         """Wait until every exchange of this round and earlier ones has ended, up to so many seconds."""
 
         async def settled() -> None:
-            await asyncio.wait_for(self.node.until(lambda: not self.node.meetings.is_open(round)), seconds)
+            await asyncio.wait_for(self.node.view.until(lambda: not self.node.meetings.is_open(round)), seconds)
 
         with contextlib.suppress(TimeoutError):
             self._submit(settled()).result()
@@ -183,16 +183,16 @@ class Link:
     @property
     def is_exchanging(self) -> bool:
         """True while messages may arrive."""
-        return self.node.meetings.is_open(self.node.round)
+        return self.node.meetings.is_open(self.node.view.round)
 
     @property
     def is_removed(self) -> bool:
         """True once the island has ended its last round as a member."""
-        return self.node.is_removed
+        return self.node.view.is_removed
 
     def active(self) -> tuple[str, ...]:
         """Return the members of the last round, by their ids."""
-        return self.node.roster.active(max(self.node.round, 0))
+        return self.node.view.roster.active(max(self.node.view.round, 0))
 
     # Weights for others.
 
@@ -246,7 +246,7 @@ class Link:
     def _still(self, names: Callable[[], list[str]], ask_seconds: float) -> list[str]:
         async def found() -> list[str]:
             if ask_seconds:
-                await self.node.ask(names(), ask_seconds)
+                await self.node.view.ask(names(), ask_seconds)
             return names()
 
         return self._submit(found()).result()
@@ -274,7 +274,7 @@ class Link:
             await self._listener.open(plan.listen or Address(host.strip("[]"), address.port))
         if credentials is not None and (line := expiry_warning(credentials, plan.name)):
             self.tell(line)
-        await admit(self.node)
+        await admit(self.node.view)
 
     async def _check_alone(self) -> None:
         """Raise `UserError` where an island of this name answers at its address."""
@@ -288,18 +288,22 @@ class Link:
     async def _give(self, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
         self._giving += 1
         try:
-            async for frame in give(self.node, self.copies, request):
+            async for frame in give(self.node.view, self.copies, request):
                 yield frame
         finally:
             self._giving -= 1
 
     async def _close(self) -> None:
-        await self.node.close()
+        await self.node.view.close()
         await self._listener.close()
         await self.dialler.close()
 
     def _tell_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.node.tell(f"a fault of this program, please report it: {context.get('exception') or context['message']!r}")
+        if not is_fault(context):
+            return
+        self.node.view.tell(
+            f"a fault of this program, please report it: {context.get('exception') or context['message']!r}"
+        )
         loop.default_exception_handler(context)  # logs the stack
 
     def _submit(self, coroutine: Any) -> "Future[Any]":
@@ -312,6 +316,11 @@ class Link:
             return function()
 
         return self._submit(call()).result()
+
+
+def is_fault(context: dict[str, Any]) -> bool:
+    """Return False for an error of gRPC's poller: all loops of a process share it, also those that are closed."""
+    return "PollerCompletionQueue" not in context["message"]
 
 
 def is_done(future: "Future[None]", seconds: float) -> bool:

@@ -19,7 +19,7 @@ FINISHED, MERGED, LEAVING = pb.Status.FINISHED, pb.Status.MERGED, pb.Status.LEAV
 def two() -> tuple[Sim, Sim]:
     sea = Sea("ab")
     a, b = sea.add("a"), sea.add("b")
-    a.node.phase = b.node.phase = pb.Status.TRAINING
+    a.node.view.phase = b.node.view.phase = pb.Status.TRAINING
     return a, b
 
 
@@ -37,20 +37,20 @@ async def test_an_island_whose_goodbye_was_lost_is_known_to_have_finished_once_t
 
 async def test_every_question_of_a_finished_island_says_that_it_has_finished():
     a, b = two()
-    a.node.phase = FINISHED
-    await a.node.ask(["b"])
+    a.node.view.phase = FINISHED
+    await a.node.view.ask(["b"])
     assert b.node.unfinished() == []
 
 
 async def test_what_an_island_told_before_its_goodbye_and_comes_after_it_is_ignored_until_it_starts_again():
     a, b = two()
-    late = a.node.greeting()
+    late = a.node.view.greeting()
     a.node.leave(FINISHED)
     await asyncio.sleep(1)
     await b.node.greeted("a", late)
-    b.node.hear("a", pb.Timing(round=3, round_seconds=1.0), a.node.incarnation)
+    b.node.view.hear("a", pb.Timing(round=3, round_seconds=1.0), a.node.view.incarnation)
     assert b.node.unfinished() == []
-    b.node.hear("a", pb.Timing(), a.node.incarnation + 1)
+    b.node.view.hear("a", pb.Timing(), a.node.view.incarnation + 1)
     assert b.node.unfinished() == ["a"]
     await b.node.greeted("a", late)
     assert b.node.unfinished() == ["a"]
@@ -69,7 +69,7 @@ async def test_last_weights_are_kept_for_a_peer_until_it_has_merged_or_is_gone(h
         b.node.leave(MERGED if how == "merged" else LEAVING)
     for asked in range(SILENT):
         assert how != "killed" or a.node.unmerged(["b"]) == ["b"], asked
-        await a.node.ask(["b"], 2.0)
+        await a.node.view.ask(["b"], 2.0)
     assert a.node.unmerged(["b"]) == []
 
 

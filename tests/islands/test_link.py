@@ -33,7 +33,7 @@ def test_an_error_in_a_callback_or_a_task_of_the_network_is_reported(island, cap
         raise ValueError("in a task")
 
     def callback() -> None:
-        island.link.node.start(task())
+        island.link.node.view.start(task())
         raise ValueError("in a callback")
 
     island.link._loop.call_soon_threadsafe(callback)

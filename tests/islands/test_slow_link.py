@@ -188,16 +188,16 @@ def test_a_piece_of_each_of_a_members_calls_passes_a_megabit_a_second_before_the
 async def test_a_status_is_not_taken_for_older_by_the_delay_of_exchanges(monkeypatch):
     sea, heard = SlowSea("ab", 0.5), []
     a, _ = sea.add("a"), sea.add("b")
-    a.node.peers["b"].delay = 5.0
-    monkeypatch.setattr(a.node.pace, "meet", lambda name, timing, now: heard.append(now))
-    await a.node.ask(["b"])
+    a.node.view.peers["b"].delay = 5.0
+    monkeypatch.setattr(a.node.view.pace, "meet", lambda name, timing, now: heard.append(now))
+    await a.node.view.ask(["b"])
     assert heard == [asyncio.get_running_loop().time()]
 
 
 def test_a_message_lacks_what_is_committed_until_its_exchange_begins(tmp_path, monkeypatch):
     link, begun = LiveIsland("a", on_loopback("a", "b"), tmp_path).link, []
-    meetings, link.node.round = link.node.meetings, 4
-    monkeypatch.setattr(link.node.pace, "round_ended", lambda *all: None)
+    meetings, link.node.view.round = link.node.meetings, 4
+    monkeypatch.setattr(link.node.view.pace, "round_ended", lambda *all: None)
     monkeypatch.setattr(meetings, "begin", lambda *all: begun.append(set(meetings.unapplied)))
     link.round_ended(5, 50, Message(5, [WEIGHTS]), 1.0, 100)
     for round in (3, 4):  # committed before the network's thread hears of the round's end, and taken after it

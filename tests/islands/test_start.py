@@ -17,7 +17,7 @@ async def test_islands_that_compile_unequally_long_begin_together():
 
     async def start(sim: Sim, seconds: float) -> float:
         await asyncio.sleep(seconds)
-        await begin(sim.node, CatchUp(sim.node, sim), False, False)
+        await begin(sim.node.view, CatchUp(sim.node, sim), False, False)
         return asyncio.get_running_loop().time()
 
     begun = await asyncio.gather(start(sims[0], 1), start(sims[1], 30), start(sims[2], 60))
@@ -82,7 +82,7 @@ async def test_an_island_without_weights_waits_for_those_of_the_run_and_begins_a
 async def test_an_island_ends_where_all_others_have_finished_and_it_has_no_weights():
     sea = Sea("ab")
     a = sea.add("a")
-    a.node.phase, a.node.round = pb.Status.FINISHED, 99
+    a.node.view.phase, a.node.view.round = pb.Status.FINISHED, 99
     b = sea.add("b")
     with pytest.raises(UserError, match="a finished in round 100 and no island trains any more"):
         await b.train(50)
@@ -94,4 +94,4 @@ async def test_most_others_that_refuse_an_island_end_its_start_with_the_value_th
         sea.add(name, identity={"run": "simulation", "inner.lr": "0.001"})
     c = sea.add("c", identity={"run": "simulation", "inner.lr": "0.01"})
     with pytest.raises(UserError, match=r"most islands refuse c: inner.lr: 0.01 here, 0.001 at (a|b)"):
-        await admit(c.node)
+        await admit(c.node.view)

@@ -166,7 +166,7 @@ class Sim:
         }
         network, pace = _Network(name, world), Pace(world.steps_a_round, by_time)
         self.node = Node(Plan(name=name, **(fields | plan)), network, self, pace, parse)
-        self.round = self.node.round  # of these weights
+        self.round = self.node.view.round  # of these weights
 
     # As `World`.
 
@@ -199,7 +199,7 @@ class Sim:
         return self.slow.tobytes()
 
     async def position(self) -> pb.Position:
-        return pb.Position(round=self.round, step=self.step, has_averaged=self.node.has_averaged)
+        return pb.Position(round=self.round, step=self.step, has_averaged=self.node.view.has_averaged)
 
     async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
         values = np.frombuffer(data)
@@ -211,7 +211,7 @@ class Sim:
         self.inbox = [state]
 
     async def give(self, request: pb.WeightsRequest):
-        async for frame in give(self.node, self, request):
+        async for frame in give(self.node.view, self, request):
             yield frame
 
     # The training.
@@ -253,15 +253,15 @@ class Sim:
     ) -> None:
         """Start as an island does, after so many seconds, and train."""
         await asyncio.sleep(after)
-        await begin(self.node, CatchUp(self.node, self), has_weights, began_before)
+        await begin(self.node.view, CatchUp(self.node, self), has_weights, began_before)
         await self.go_on(num_steps)
 
     async def go_on(self, num_steps: int) -> None:
         now, steps_a_round = asyncio.get_running_loop().time, self.world.steps_a_round
-        while self.step < num_steps and not self.node.is_removed:
+        while self.step < num_steps and not self.node.view.is_removed:
             self.apply()
-            await asyncio.sleep(self.node.pace.pause())
-            stride = self.node.pace.stride(now(), steps_a_round - self.step % steps_a_round)
+            await asyncio.sleep(self.node.view.pace.pause())
+            stride = self.node.view.pace.stride(now(), steps_a_round - self.step % steps_a_round)
             self.inner_steps += 1
             await asyncio.sleep(max(self.step_seconds, self.stopped_until - now()))
             self.step += stride
@@ -272,7 +272,7 @@ class Sim:
 
     def kill(self) -> None:
         """End everything without a word."""
-        for task in [*self.calls, *self.node._tasks]:
+        for task in [*self.calls, *self.node.view._tasks]:
             task.cancel()
         self.world.islands.pop(self.name, None)
 
