@@ -217,7 +217,6 @@ class Link:
 
     def unmerged(self, names: Sequence[str], ask_seconds: float = 0.0) -> list[str]:
         """Return the peers among these that may still want the last weights; ask them first for `ask_seconds`."""
-
         return self._still(lambda: self.node.unmerged(names), ask_seconds)
 
     # As `World`, on the network's thread.
@@ -235,7 +234,7 @@ class Link:
         self._report(line)
 
     def keep(self, roster: Roster) -> None:
-        self._worker.submit(write_members, self._plan.workdir / MEMBERS_FILE, roster)
+        self.node.view.start(self.run(write_members, self._plan.workdir / MEMBERS_FILE, roster))
 
     @property
     def num_steps(self) -> int:
@@ -301,9 +300,8 @@ class Link:
     def _tell_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not is_fault(context):
             return
-        self.node.view.tell(
-            f"a fault of this program, please report it: {context.get('exception') or context['message']!r}"
-        )
+        fault = context.get("exception") or context["message"]
+        self.node.view.tell(f"a fault of this program, please report it: {fault!r}")
         loop.default_exception_handler(context)  # logs the stack
 
     def _submit(self, coroutine: Any) -> "Future[Any]":

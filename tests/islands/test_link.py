@@ -2,6 +2,7 @@
 
 import pytest
 
+from noloco_jax.islands import network
 from noloco_jax.islands.catch_up import CaughtUp
 from support.live_island import LiveIsland, wait_for
 from support.rosters import on_loopback
@@ -28,17 +29,22 @@ def test_a_donor_s_state_takes_the_place_of_all_that_came_before_it_and_is_not_s
     assert not items and saved is not None
 
 
-def test_an_error_in_a_callback_or_a_task_of_the_network_is_reported(island, caplog):
+def test_an_error_in_a_callback_or_a_task_of_the_network_is_reported(island, caplog, monkeypatch):
     async def task() -> None:
         raise ValueError("in a task")
 
+    def write_members(path, roster) -> None:
+        raise ValueError("in a task of the second thread")
+
     def callback() -> None:
+        island.link.keep(None)
         island.link.node.view.start(task())
         raise ValueError("in a callback")
 
+    monkeypatch.setattr(network, "write_members", write_members)
     island.link._loop.call_soon_threadsafe(callback)
-    wait_for(lambda: len(island.lines) >= 2, 30)
-    for place in ("callback", "task"):
+    wait_for(lambda: len(island.lines) >= 3, 30)
+    for place in ("callback", "task')", "task of the second thread"):
         (line,) = (line for line in island.lines if f"in a {place}" in line)
         assert line.startswith("a fault of this program, please report it: ValueError")
-        assert any(f"in a {place}" in (record.exc_text or "") for record in caplog.records)  # with its stack
+    assert sum("Traceback" in (record.exc_text or "") for record in caplog.records) == 3

@@ -93,24 +93,24 @@ def test_other_programs_and_those_that_are_not_kept_are_not_waited_for(different
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_process_that_dies_or_stops_while_it_compiles_is_not_waited_for(end, cache, monkeypatch):
     cache.mkdir()
-    paths = list[str]()
     with compile_once._lock_of(Lowered("program", Program("same", []))) as file:  # type: ignore[arg-type]
         assert file is not None
-        paths.append(file.name)
-    with subprocess.Popen([sys.executable, "-c", HOLD, *paths], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        log: list[str] = []
-        if end == "stopped":
-            monkeypatch.setattr(compile_once, "_LONGEST_WAIT", 0.5)
-        waiting = threading.Thread(target=compile_in_each, args=([Program("same", log)],))
-        waiting.start()
-        time.sleep(0.2)
-        assert not log
-        if end == "killed":
+    command, log = [sys.executable, "-c", HOLD, file.name], list[str]()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            if end == "stopped":
+                monkeypatch.setattr(compile_once, "_LONGEST_WAIT", 0.5)
+            waiting = threading.Thread(target=compile_in_each, args=([Program("same", log)],))
+            waiting.start()
+            time.sleep(0.2)
+            assert not log
+            if end == "killed":
+                holder.kill()
+            waiting.join(30)
+            assert log == ["begins", "ends"]
+        finally:
             holder.kill()
-        waiting.join(60)
-        assert log == ["begins", "ends"]
-        holder.kill()
 
 
 def test_while_another_process_compiles_a_program_the_next_one_is_compiled_on_the_one_core_here(cache):
