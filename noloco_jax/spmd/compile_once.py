@@ -89,6 +89,8 @@ def _lock_of(lowered: Lowered) -> Iterator[IO[str] | None]:
         try:
             yield file
         finally:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_UN)  # as closing it leaves the lock to processes forked meanwhile
             with contextlib.suppress(OSError):  # another process was faster
                 os.unlink(file.name)
 

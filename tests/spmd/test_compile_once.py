@@ -1,5 +1,6 @@
 """Programs that several processes need at the same time: one compiles, and nobody waits for it in vain."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -111,6 +112,16 @@ def test_a_process_that_dies_or_stops_while_it_compiles_is_not_waited_for(end, c
             assert log == ["begins", "ends"]
         finally:
             holder.kill()
+
+
+def test_a_process_that_was_forked_while_one_compiled_keeps_no_lock(cache):
+    one: Any = Lowered("program", Program("same", []))  # type: ignore[arg-type]
+    with compile_once._lock_of(one) as waiting:
+        with compile_once._lock_of(one) as first:
+            assert first is not None and waiting is not None and compile_once._has(first, first=True)
+            inherited = os.dup(first.fileno())
+        assert compile_once._has(waiting, first=False)
+        os.close(inherited)
 
 
 def test_while_another_process_compiles_a_program_the_next_one_is_compiled_on_the_one_core_here(cache):
