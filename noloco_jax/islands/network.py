@@ -296,6 +296,10 @@ class Link:
         await self.node.view.close()
         await self._listener.close()
         await self.dialler.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # such as `begin`, of an island that is told to stop
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _tell_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not is_fault(context):

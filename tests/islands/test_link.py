@@ -1,5 +1,7 @@
 """Link between an island's training and its network: what waits for the training, and what its loop reports."""
 
+import asyncio
+
 import pytest
 
 from noloco_jax.islands import network
@@ -27,6 +29,13 @@ def test_a_donor_s_state_takes_the_place_of_all_that_came_before_it_and_is_not_s
     assert [item.round for item in link.take()] == [9, 10]
     items, saved = link.take_all()
     assert not items and saved is not None
+
+
+def test_an_island_that_is_closed_while_it_waits_for_others_leaves_no_task(island):
+    begun = island.link.begin()
+    wait_for(lambda: any("waits for b" in line for line in island.lines), 30)
+    island.link.close()
+    assert not asyncio.all_tasks(island.link._loop) and begun.cancelled()
 
 
 def test_an_error_in_a_callback_or_a_task_of_the_network_is_reported(island, caplog, monkeypatch):
