@@ -22,6 +22,7 @@ from noloco_jax.islands.exchange import NOT_YET_SECONDS, PIECE_BYTES, Broken, Un
 from noloco_jax.islands.interfaces import Network
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.peers import ENDED, FINISHED, MAX_ROUND
+from noloco_jax.islands.view import View
 
 REACH_SECONDS = 5.0  # behind by more than these and the patience: catch up
 STUCK_SECONDS = 3.0  # behind by more than the patience, and no closer for as long: catch up
@@ -71,7 +72,7 @@ class State(Protocol):
         ...
 
 
-async def give(node: Node, state: State, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+async def give(node: View, state: State, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
     """Yield the frames for a peer or a command; raise `Broken` where there are no weights to give."""
     has_last = node.phase in FINISHED
     if not has_last and (request.last or node.phase != pb.Status.TRAINING):
@@ -157,7 +158,7 @@ async def _next_frame(frames: AsyncIterator[pb.WeightsFrame], kind: str) -> Any:
     return getattr(frame, kind)
 
 
-def sample(node: Node, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:
+def sample(node: View, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:
     """Return peers to ask, at random, those in `last` only if others are few."""
     names = sorted(node.peers)
     random.Random(f"{node.name} {node.incarnation} {node.round} {len(last)}").shuffle(names)
@@ -178,7 +179,7 @@ class CatchUp:
     """
 
     def __init__(self, node: Node, state: State):
-        self._node, self._state = node, state
+        self._node, self._adopt, self._state = node.view, node.adopt, state
         self._stuck: tuple[float, int] | None = None  # since when it is behind, and the smallest lag since
         self._tries = 0
 
@@ -234,7 +235,7 @@ class CatchUp:
             except (Broken, Unfit) as error:
                 node.tell(f"takes no weights from {name}: {error}")
                 continue
-            node.adopt(name, state.round, position.has_averaged)
+            self._adopt(name, state.round, position.has_averaged)
             self._state.take_state(state)
             return True
         return False

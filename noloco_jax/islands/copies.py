@@ -14,8 +14,8 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CATCH_UP, GIVE_SECONDS, CaughtUp
 from noloco_jax.islands.checked_mean import FAR_WEIGHTS, Arrays, apart
 from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.node import Node
 from noloco_jax.islands.payload import EXACT, StateForms, pack
+from noloco_jax.islands.view import View
 
 _KEPT_SECONDS = 15.0  # for which encoded weights serve further requests: peers that merge ask at the same time
 
@@ -47,13 +47,12 @@ class Copies:
 
     def __init__(
         self,
-        node: Node,
+        node: View,
         forms: StateForms,
         run: Callable[..., Awaitable[Any]],
         take_state: Callable[[CaughtUp], None],
     ):
         self._node, self._forms, self._run, self._take_state = node, forms, run, take_state
-        self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted: list[_Wanted] = []
         self._encoded: tuple[int, Any, bytes] | None = None  # kind, phase, bytes
@@ -73,7 +72,7 @@ class Copies:
             waiting, self._wanted = self._wanted, []
             for one in waiting:
                 if leaves.keys() >= set(one.numbers):
-                    self._loop.call_soon_threadsafe(_resolve, one.given, Given(leaves, round, step))
+                    one.given.get_loop().call_soon_threadsafe(_resolve, one.given, Given(leaves, round, step))
                 else:  # asked for since
                     self._wanted.append(one)
 
@@ -89,7 +88,7 @@ class Copies:
         given = await self._copy(self._forms.large(kind))
         data: bytes = await self._run(self._forms.encode, kind, given.leaves)
         self._encoded = kept = kind, phase, data
-        self._loop.call_later(_KEPT_SECONDS, self._forget, kept)
+        asyncio.get_running_loop().call_later(_KEPT_SECONDS, self._forget, kept)
         return data
 
     async def position(self) -> pb.Position:
@@ -109,7 +108,7 @@ class Copies:
         self._take_state(state)
 
     async def _copy(self, numbers: Sequence[int]) -> Given:
-        wanted = _Wanted(tuple(numbers), self._loop.create_future())
+        wanted = _Wanted(tuple(numbers), asyncio.get_running_loop().create_future())
         with self._lock:
             self._wanted.append(wanted)
         try:

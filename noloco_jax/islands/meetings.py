@@ -10,7 +10,7 @@ import asyncio
 import enum
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,11 +45,20 @@ TRAINING = pb.Status.TRAINING
 
 
 class State(enum.Enum):
-    """State of a meeting; it leaves `Meetings._open` when it is committed or ends."""
+    """State of a meeting. README.md has a picture."""
 
     WAITING = enum.auto()  # for the partner's Accept or Hello
     ACCEPTED = enum.auto()  # the messages flow, or did until a call broke: what came is kept
     UNSURE = enum.auto()  # the partner may have committed: `Received` was sent
+    OVER = enum.auto()  # committed, or ended without a correction: it has left `Meetings._open`
+
+
+_NEXT = {
+    State.WAITING: (State.ACCEPTED, State.OVER),
+    State.ACCEPTED: (State.ACCEPTED, State.UNSURE, State.OVER),
+    State.UNSURE: (State.ACCEPTED, State.OVER),  # accepted once more, so it was not committed
+    State.OVER: (),
+}
 
 
 @dataclass(eq=False)
@@ -62,8 +71,8 @@ class Meeting:
       steps: inner steps begun when it was made.
       lacks: exchanges of the same fragment whose corrections the message lacks; half of those with other partners.
       bound, damping: the factors that bring its correction into the bounds, and that scale it for what it lacks.
-      state: see `State`.
-      task: the call under way.
+      state: changed by `become` alone.
+      task: the call under way, changed by `carry` alone.
     """
 
     round: int
@@ -75,6 +84,16 @@ class Meeting:
     damping: float = 1.0
     state: State = State.WAITING
     task: asyncio.Task | None = None
+
+    def become(self, state: State) -> None:
+        assert state in _NEXT[self.state], f"round {self.round}: {state} after {self.state}"
+        self.state = state
+
+    def carry(self, task: asyncio.Task | None) -> None:
+        """Make a task the call under way, and cancel the former one unless it is the caller itself."""
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+        self.task = task  # a cancelled one's traceback holds the meeting
 
 
 class Meetings:
@@ -88,12 +107,14 @@ class Meetings:
       due: messages with a partner, since the start.
       committed: of them those exchanged.
       one_sided: exchanges that only the partner may have applied, also before the start.
+      unapplied: rounds whose corrections are delivered, and not yet in the messages that the training makes.
     """
 
     def __init__(self, node: View, saved: Mapping[str, Any] | None):
         self.node = node
         self.due = self.committed = 0
         self.one_sided: int = saved["one_sided"] + saved["unresolved"] if saved else 0
+        self.unapplied: set[int] = set()
         self._bounds = Bounds(saved and saved["bounds"])
         self._open: dict[int, Meeting] = {}
         self._finished: dict[tuple[str, int, int], float] = {}  # (dialler, incarnation, round) -> own factor
@@ -119,11 +140,8 @@ class Meetings:
         """Return whether the message of this round, or of an earlier one, may still be exchanged; for any thread."""
         return any(one <= round for one in tuple(self._open))  # a copy, as meetings end meanwhile
 
-    def begin(self, round: int, own: Any, norm: float, tokens: int, lacking: Sequence[int] = ()) -> None:
-        """Begin the meeting of a round that has ended, and end those that have waited too long.
-
-        The message lacks the corrections of the rounds in `lacking`, which are delivered but not applied.
-        """
+    def begin(self, round: int, own: Any, norm: float, tokens: int) -> None:
+        """Begin the meeting of a round that has ended, and end those that have waited too long."""
         node, oldest = self.node, round - LATEST * self.node.patience  # a lost Commit is asked for until then
         self.end("not committed in time", lambda meeting: meeting.round <= round - self._patience(meeting))
         self._finished = {key: factor for key, factor in self._finished.items() if key[2] > oldest - LATELY}
@@ -134,7 +152,7 @@ class Meetings:
         factor = partial(self._factor, round)  # not of the meeting: a cycle would keep all arrays
         attempt = Attempt(node.codec, node.world.run, own, norm, tokens, factor)
         meeting = self._open[round] = Meeting(round, name, attempt, node.world.num_steps)
-        for other in lacking:
+        for other in self.unapplied:
             meeting.lacks += self._share_of(other, node.partner(other) or "", meeting)
         if not math.isfinite(norm):
             self._end(meeting, "the own message is not finite")
@@ -147,7 +165,7 @@ class Meetings:
             self._end(meeting, "the link is busy with earlier rounds")
             self._tell_slow()
         elif dials:
-            meeting.task = node.start(self._meet(meeting))
+            meeting.carry(node.start(self._meet(meeting)))
 
     def _backlog(self) -> float:
         """Return the messages still to flow; a partner that is slow itself counts as half of them at most."""
@@ -181,7 +199,7 @@ class Meetings:
         peer, now = node.peers[meeting.partner], asyncio.get_running_loop().time
 
         def hold() -> None:
-            meeting.state = State.UNSURE
+            meeting.become(State.UNSURE)
 
         def hear(timing: pb.Timing, incarnation: int, version: int) -> None:
             nonlocal dialled
@@ -190,7 +208,7 @@ class Meetings:
             node.hear(meeting.partner, timing, incarnation, delay=peer.delay)
             node.take_news(meeting.partner, version)
             if incarnation:  # it accepts: it has committed nothing before
-                meeting.state = State.ACCEPTED
+                meeting.become(State.ACCEPTED)
 
         while True:
             dialled: float | None = now()
@@ -213,6 +231,8 @@ class Meetings:
                 else:
                     self._commit(meeting, theirs)
                     return
+            if meeting.state is State.OVER:  # a broken message ends all meetings with its sender
+                return
             if fault := self._absence(peer, meeting.round):
                 self._end(meeting, fault)
                 return
@@ -270,10 +290,9 @@ class Meetings:
             await send(stream, pb.Frame(no=no))
             return
         meeting = self._open[hello.round]
-        if meeting.task is not None:  # a call that its dialler gave up
-            meeting.task.cancel()
         attempt, this = meeting.attempt, asyncio.current_task()
-        meeting.task, meeting.state = this, State.ACCEPTED
+        meeting.carry(this)  # in the place of one that its dialler gave up
+        meeting.become(State.ACCEPTED)
         accept = pb.Accept(
             incarnation=node.incarnation,
             tokens=attempt.tokens,
@@ -282,7 +301,7 @@ class Meetings:
         )
 
         def commit(theirs: float) -> float:
-            if self._open.get(hello.round) is not meeting or meeting.task is not this:
+            if meeting.task is not this:
                 raise Broken("the round is over here")
             self._finished[name, hello.incarnation, hello.round] = attempt.factor
             self._commit(meeting, theirs)
@@ -294,7 +313,7 @@ class Meetings:
             self._broken(node.peers[name], error)
         finally:
             if meeting.task is this:
-                meeting.task = None
+                meeting.carry(None)
 
     def _refusal(self, name: str, hello: pb.Hello) -> tuple[Any, str] | None:
         """Return reason and text of a refusal, or None where a call is accepted, or held until the round ends."""
@@ -349,6 +368,7 @@ class Meetings:
         self._carried.append(True)
         node.has_averaged = True
         self._steps_late += late
+        self.unapplied.add(meeting.round)
         own, weight, codec = attempt.own, factor * attempt.weight, node.codec
         node.world.deliver(meeting.round, lambda: codec.correction(own, read, weight))
         node.world.outcome(met)
@@ -367,10 +387,9 @@ class Meetings:
             )
 
     def _close(self, meeting: Meeting) -> None:
-        self._open.pop(meeting.round, None)
-        if meeting.task is not None and meeting.task is not asyncio.current_task():
-            meeting.task.cancel()
-        meeting.task = None  # a cancelled task's traceback holds the meeting
+        meeting.become(State.OVER)
+        del self._open[meeting.round]
+        meeting.carry(None)
         self.node.notify()
 
     def _factor(self, round: int, size: float) -> float:

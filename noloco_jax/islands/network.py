@@ -9,9 +9,11 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,19 +80,24 @@ class Link:
 
     def __init__(self, plan: LinkPlan, report: Callable[[str], None]):
         self._plan, self._report = plan, report
-        self._lock = threading.Lock()
-        self._inbox: list[Correction | CaughtUp] = []
-        self._met: list[Met] = []
+        self._arriving: deque[Correction | CaughtUp] = deque()  # from the network's thread to the training's
+        self._inbox: list[Correction | CaughtUp] = []  # of the training's thread alone
+        self._met: deque[Met] = deque()  # from the network's thread to the training's
         self._giving = 0  # calls that fetch weights now
         self._steps = 0  # inner steps begun
-        self._epoch = 0  # of the training's weights: raised where a donor's take their place
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="island-decode")
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="island-network", daemon=True)
+        self._loop.set_exception_handler(self._tell_fault)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="island-network", daemon=True)
         self._is_closed = self.is_listening = False
         self._asking: Future[Any] | None = None
         self.pace = Pace(plan.steps_per_round, plan.by_time)
         self.dialler = Dialler(plan.name, plan.credentials, plan.roster)
+        authority = None if plan.credentials is None else plan.credentials.authority
+        parse = None if authority is None else partial(parse_document, run=plan.roster.run, authority=authority)
+        self.node = Node(plan, self.dialler, self, self.pace, parse)
+        self.copies = Copies(self.node.view, plan.forms, self.run, self._arriving.append)
+        self._listener = Listener(self.node, self._give, lambda: self.node.view.roster, plan.credentials)
 
     # Start and end.
 
@@ -105,7 +112,7 @@ class Link:
     def begin(self) -> "Future[None]":
         """Begin to wait until the island may train; the result raises `UserError` as `start.begin`."""
         plan, catch_up = self._plan, CatchUp(self.node, self.copies)
-        return self.submit(begin(self.node, catch_up, plan.saved is not None, plan.began_before))
+        return self.submit(begin(self.node.view, catch_up, plan.saved is not None, plan.began_before))
 
     def leave(self, phase: Any = pb.Status.LEAVING) -> None:
         """Begin no further exchange, and tell the peers one of `peers.ENDED`."""
@@ -130,18 +137,7 @@ class Link:
 
     def round_ended(self, round: int, step: int, message: Message, norm: float, tokens: int) -> None:
         """Leave a round's message to be exchanged; see `Node.round_ended`."""
-        with self._lock:
-            epoch, lacking = self._epoch, [item.round for item in self._inbox if isinstance(item, Correction)]
-
-        def end() -> None:
-            if epoch != self._epoch:  # a donor's weights have taken the place of those that made it
-                return
-            with self._lock:  # what was committed meanwhile is not in the message either
-                late = [item.round for item in self._inbox if isinstance(item, Correction)]
-            lacks = list(dict.fromkeys([*lacking, *late]))
-            self.node.round_ended(round, step, message, norm, tokens, lacks)
-
-        self._loop.call_soon_threadsafe(end)
+        self._loop.call_soon_threadsafe(self.node.round_ended, round, step, message, norm, tokens)
 
     def stride(self, largest: int) -> int:
         """Begin an inner step: return the steps of the schedule that it stands for."""
@@ -150,35 +146,36 @@ class Link:
 
     def take(self) -> list[Correction | CaughtUp]:
         """Return corrections ready to apply, in order; a received state has taken the place of earlier ones."""
-        with self._lock:
-            ready = itertools.takewhile(lambda item: isinstance(item, CaughtUp) or item.arrays.done(), self._inbox)
-            return self._taken(len(list(ready)))
+        self._drain()
+        ready = itertools.takewhile(lambda item: isinstance(item, CaughtUp) or item.arrays.done(), self._inbox)
+        return self._taken(len(list(ready)))
 
-    def take_all(self) -> tuple[list[Correction | CaughtUp], dict[str, Any]]:
-        """Return everything delivered, and the protocol's state to save with weights that have applied it."""
+    def take_all(self, is_last: bool = False) -> tuple[list[Correction | CaughtUp], dict[str, Any] | None]:
+        """Return all corrections delivered, and the protocol's state to save with weights that have applied them.
 
-        def take() -> tuple[list[Correction | CaughtUp], dict[str, Any]]:
-            with self._lock:
-                return self._taken(len(self._inbox)), self.node.to_json()
+        Nothing, and None, where a received state is to replace the weights; `is_last` weights are replaced no more.
+        """
 
-        return self._call(take)
+        def drain() -> dict[str, Any]:
+            self._drain()
+            return self.node.to_json()
 
-    def put_back(self, state: CaughtUp) -> None:
-        """Put a received state back at the head."""
-        with self._lock:
-            self._inbox.insert(0, state)
+        saved = self._call(drain)
+        corrections: list[Correction | CaughtUp] = [x for x in self._inbox if isinstance(x, Correction)]
+        if len(corrections) < len(self._inbox) and not is_last:
+            return [], None
+        self._inbox = corrections
+        return self._taken(len(self._inbox)), saved
 
     def take_met(self) -> list[Met]:
         """Return the outcomes since the last call."""
-        with self._lock:
-            met, self._met = self._met, []
-            return met
+        return [self._met.popleft() for _ in range(len(self._met))]
 
     def settle(self, round: int, seconds: float) -> None:
         """Wait until every exchange of this round and earlier ones has ended, up to so many seconds."""
 
         async def settled() -> None:
-            await asyncio.wait_for(self.node.until(lambda: not self.node.meetings.is_open(round)), seconds)
+            await asyncio.wait_for(self.node.view.until(lambda: not self.node.meetings.is_open(round)), seconds)
 
         with contextlib.suppress(TimeoutError):
             self.submit(settled()).result()
@@ -195,16 +192,16 @@ class Link:
     @property
     def is_exchanging(self) -> bool:
         """True while messages may arrive."""
-        return self.node.meetings.is_open(self.node.round)
+        return self.node.meetings.is_open(self.node.view.round)
 
     @property
     def is_removed(self) -> bool:
         """True once the island has ended its last round as a member."""
-        return self.node.is_removed
+        return self.node.view.is_removed
 
     def active(self) -> tuple[str, ...]:
         """Return the members of the last round, by their ids."""
-        return self.node.roster.active(max(self.node.round, 0))
+        return self.node.view.roster.active(max(self.node.view.round, 0))
 
     # Weights for others.
 
@@ -234,7 +231,7 @@ class Link:
 
     def ask(self, names: Sequence[str], seconds: float) -> None:
         """Begin to ask peers where they are."""
-        self._asking = self.submit(self.node.ask(names, seconds))
+        self._asking = self.submit(self.node.view.ask(names, seconds))
 
     # As `World`, on the network's thread.
 
@@ -242,37 +239,34 @@ class Link:
         return await self._loop.run_in_executor(self._worker, function, *arguments)
 
     def deliver(self, round: int, correct: Callable[[], Any]) -> None:
-        with self._lock:
-            self._inbox.append(Correction(round, self._worker.submit(correct)))
+        self._arriving.append(Correction(round, self._worker.submit(correct)))
 
     def outcome(self, met: Met) -> None:
-        with self._lock:
-            self._met.append(met)
+        self._met.append(met)
 
     def tell(self, line: str) -> None:
         self._report(line)
 
     def keep(self, roster: Roster) -> None:
-        self._worker.submit(write_members, self._plan.workdir / MEMBERS_FILE, roster)
+        self.node.view.start(self.run(write_members, self._plan.workdir / MEMBERS_FILE, roster))
 
     @property
     def num_steps(self) -> int:
         return self._steps
 
-    def take_state(self, state: CaughtUp) -> None:
-        with self._lock:
-            self._epoch += 1
-            self._inbox = [state]
-
     # Inside.
+
+    def _drain(self) -> None:
+        """Move what has arrived to the inbox, where a state takes the place of everything before it."""
+        while self._arriving:
+            item = self._arriving.popleft()
+            self._inbox = [item] if isinstance(item, CaughtUp) else [*self._inbox, item]
 
     def _taken(self, count: int) -> list[Correction | CaughtUp]:
         taken, self._inbox = self._inbox[:count], self._inbox[count:]
+        for item in taken:  # in order with `round_ended`, so that the protocol knows what each message has
+            self._loop.call_soon_threadsafe(self.node.applied, item.round)
         return taken
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     async def _open(self) -> None:
         plan, credentials = self._plan, self._plan.credentials
@@ -280,22 +274,13 @@ class Link:
         address = plan.address or own.address
         if address.can_be_dialled:
             await self._check_alone()
-        authority = None if credentials is None else credentials.authority
-
-        def parse(document: bytes) -> Roster:
-            assert authority is not None
-            return parse_document(document, plan.roster.run, authority)
-
-        self.node = Node(plan, self.dialler, self, self.pace, None if authority is None else parse)
-        self.copies = Copies(self.node, plan.forms, self.run, self.take_state)
-        self._listener = Listener(self.node, self._give, lambda: self.node.roster, credentials)
         if address.can_be_dialled or plan.listen:
             host = "127.0.0.1" if address.is_loopback else "[::]"
             await self._listener.open(plan.listen or Address(host.strip("[]"), address.port))
         self.is_listening = True
         if credentials is not None and (line := expiry_warning(credentials, plan.name)):
             self.tell(line)
-        await admit(self.node)
+        await admit(self.node.view)
 
     async def _check_alone(self) -> None:
         """Raise `UserError` where an island of this name answers at its address."""
@@ -309,17 +294,26 @@ class Link:
     async def _give(self, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
         self._giving += 1
         try:
-            async for frame in give(self.node, self.copies, request):
+            async for frame in give(self.node.view, self.copies, request):
                 yield frame
         finally:
             self._giving -= 1
 
     async def _close(self) -> None:
-        if hasattr(self, "node"):
-            await self.node.close()
-        if hasattr(self, "_listener"):
-            await self._listener.close()
+        await self.node.view.close()
+        await self._listener.close()
         await self.dialler.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # such as `begin`, of an island that is told to stop
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _tell_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not is_fault(context):
+            return
+        fault = context.get("exception") or context["message"]
+        self.node.view.tell(f"a fault of this program, please report it: {fault!r}")
+        loop.default_exception_handler(context)  # logs the stack
 
     def submit(self, coroutine: Any) -> "Future[Any]":
         """Run a coroutine on the network's thread."""
@@ -332,6 +326,11 @@ class Link:
             return function()
 
         return self.submit(call()).result()
+
+
+def is_fault(context: dict[str, Any]) -> bool:
+    """Return False for an error of gRPC's poller: all loops of a process share it, also those that are closed."""
+    return "PollerCompletionQueue" not in context["message"]
 
 
 def is_done(future: "Future[None]", seconds: float) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
@@ -16,7 +16,7 @@ from noloco_jax.islands.view import GREET_SECONDS, View
 SILENT = 3  # questions in a row without an answer, after which a peer that has finished is taken to have gone
 
 
-class Node(View):
+class Node:
     """One island among its peers.
 
     Args:
@@ -32,21 +32,17 @@ class Node(View):
     ):
         self.step = 0
         self.figures: dict[str, float] = {}
-        self.meetings = Meetings(self, plan.saved)
-        super().__init__(plan, network, world, pace, parse)
-
-    def peer_ended(self, peer: Peer) -> None:
-        self.meetings.peer_left(peer)
-
-    def members_changed(self) -> None:
-        self.meetings.end("the partner is no member any more", lambda meeting: meeting.partner not in self.peers)
+        self._donated: int | None = None  # round of a donor's weights, until the training continues from them
+        self._details = plan.details
+        self.view = View(plan, network, world, pace, parse, self._peer_ended, self._members_changed)
+        self.meetings = Meetings(self.view, plan.saved)
 
     # The training's side.
 
-    def round_ended(
-        self, round: int, step: int, own: Any, norm: float, tokens: int, lacking: Sequence[int] = ()
-    ) -> None:
+    def round_ended(self, round: int, step: int, own: Any, norm: float, tokens: int) -> None:
         """End a round: its message waits for the partner's.
+
+        Rounds of weights whose place a donor's take are left out, until the training continues from the donor's.
 
         Args:
           round: one more than the last one.
@@ -54,36 +50,49 @@ class Node(View):
           own: the message, for the codec.
           norm: Euclidean, of the message.
           tokens: that were trained on in it.
-          lacking: rounds whose corrections are delivered, and not applied in the message.
         """
-        assert round == self.round + 1, f"round {round} follows round {self.round}"
-        self.round, self.step = round, step
-        self.pace.round_ended(round, self._now())
-        self.meetings.begin(round, own, norm, tokens, lacking)
-        self.notify()
+        if self._donated is not None:
+            return
+        view = self.view
+        assert round == view.round + 1, f"round {round} follows round {view.round}"
+        view.round, self.step = round, step
+        view.pace.round_ended(round, asyncio.get_running_loop().time())
+        self.meetings.begin(round, own, norm, tokens)
+        view.notify()
+
+    def applied(self, round: int) -> None:
+        """Learn that messages from now on have the correction of a round, or a donor's weights of that round."""
+        self.meetings.unapplied.discard(round)
+        if round == self._donated:
+            self._donated = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol's state, to save with weights in which everything delivered is applied."""
-        known = {one.name: [*one.distance, one.quarantined_until] for one in self.peers.values()}
+        view = self.view
+        known = {one.name: [*one.distance, one.quarantined_until] for one in view.peers.values()}
         peers = {name: values for name, values in known.items() if any(values)}
-        return {"round": self.round, "has_averaged": self.has_averaged, "peers": peers, **self.meetings.to_json()}
+        return {"round": view.round, "has_averaged": view.has_averaged, "peers": peers, **self.meetings.to_json()}
 
     def leave(self, phase: Any) -> None:
         """End all meetings, and tell the peers: the phase is one of `ENDED`."""
-        self.phase = phase
+        view = self.view
+        view.phase = phase
         self.meetings.end("leaving")
-        names = [peer.name for peer in self.peers.values() if peer.phase != pb.Status.LEAVING and not peer.wrong]
-        self.start(self.ask(names, GREET_SECONDS / 2))
-        self.notify()
+        names = [peer.name for peer in view.peers.values() if peer.phase != pb.Status.LEAVING and not peer.wrong]
+        view.start(view.ask(names, GREET_SECONDS / 2))
+        view.notify()
 
     def adopt(self, donor: str, round: int, has_averaged: bool) -> None:
         """Continue from a donor's weights: forget the exchanges of the old ones."""
+        view = self.view
         self.meetings.end("weights of a peer took this island's place")
-        self.round, self.has_averaged = round, self.has_averaged or has_averaged
-        self.incarnation += 1
-        self.pace.restart()
-        self.world.outcome(Met(round, donor, "caught up"))
-        self.notify()
+        self.meetings.unapplied.clear()
+        view.round = self._donated = round
+        view.has_averaged = view.has_averaged or has_averaged
+        view.incarnation += 1
+        view.pace.restart()
+        view.world.outcome(Met(round, donor, "caught up"))
+        view.notify()
 
     def finished(self) -> list[str]:
         """Return the members that have taken their last step."""
@@ -96,64 +105,71 @@ class Node(View):
     def unmerged(self, names: Iterable[str]) -> list[str]:
         """Return those of these peers that may still want this island's last weights: they have not gone."""
         over = (pb.Status.MERGED, pb.Status.LEAVING, pb.Status.GONE)
-        peers = [self.peers[name] for name in names if name in self.peers]
+        peers = [self.view.peers[name] for name in names if name in self.view.peers]
         return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
 
     async def greeted(self, name: str, greeting: pb.Greeting) -> pb.Status:
         """Answer a greeting of an island or a command; `name` is that of the caller's certificate."""
         check_greeting(greeting)
+        view = self.view
         if greeting.HasField("roster"):
-            self.take_roster(greeting.roster.SerializeToString(), name)
-        wrong, peer = "", self.peers.get(name)
+            view.take_roster(greeting.roster.SerializeToString(), name)
+        wrong, peer = "", view.peers.get(name)
         if peer is not None and greeting.identity:
-            peer.wrong = wrong = difference(self.identity, greeting.identity, name)
-            self.hear(name, pb.Timing(), greeting.incarnation, greeting.address)
+            peer.wrong = wrong = difference(view.identity, greeting.identity, name)
+            view.hear(name, pb.Timing(), greeting.incarnation, greeting.address)
             if greeting.incarnation == peer.incarnation:  # not one of an earlier start
-                self.hear_phase(name, greeting.phase)
-            self.take_news(name, greeting.roster_version)
+                view.hear_phase(name, greeting.phase)
+            view.take_news(name, greeting.roster_version)
         elif peer is not None and greeting.phase == pb.Status.GONE:  # its launcher tells it
-            self.hear_phase(name, greeting.phase)
+            view.hear_phase(name, greeting.phase)
         if greeting.until_ready:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(greeting.hold_seconds):
-                    await self.until(lambda: self.phase != pb.Status.STARTING)
+                    await view.until(lambda: view.phase != pb.Status.STARTING)
         status = self.status(with_peers=not greeting.identity)
         if wrong:
-            status.wrong = difference(greeting.identity, self.identity, self.name)
-        if greeting.wants_roster and self.roster.document:
-            status.roster.ParseFromString(self.roster.document)
+            status.wrong = difference(greeting.identity, view.identity, view.name)
+        if greeting.wants_roster and view.roster.document:
+            status.roster.ParseFromString(view.roster.document)
         if greeting.wants_details:
-            status.details = self._plan.details
+            status.details = self._details
         return status
 
     def _active(self) -> list[Peer]:
         """Return the other members of the last round, by their ids."""
-        peers = self.peers
-        return [peers[name] for name in self.roster.active(max(self.round, 0)) if name in peers]
+        view = self.view
+        return [view.peers[name] for name in view.roster.active(max(view.round, 0)) if name in view.peers]
 
     def status(self, with_peers: bool = False) -> pb.Status:
         """Return this island's status, for commands with its view of the peers."""
-        meetings = self.meetings
+        view, meetings = self.view, self.meetings
         status = pb.Status(
-            phase=self.phase,
-            incarnation=self.incarnation,
-            round=self.round,
+            phase=view.phase,
+            incarnation=view.incarnation,
+            round=view.round,
             step=self.step,
-            has_averaged=self.has_averaged,
+            has_averaged=view.has_averaged,
             due=meetings.due,
             committed=meetings.committed,
             one_sided=meetings.one_sided,
             steps_late=meetings.steps_late,
-            partner=(self.partner(self.round) or "") if self.round >= 0 else "",
-            roster_version=self.roster.version,
-            num_members=len(self.roster.active(max(self.round, 0))),
-            timing=self.timing(),
+            partner=(view.partner(view.round) or "") if view.round >= 0 else "",
+            roster_version=view.roster.version,
+            num_members=len(view.roster.active(max(view.round, 0))),
+            timing=view.timing(),
         )
         if not with_peers:
             return status
         status.figures.update(self.figures)
-        status.notices.extend(self.notices)
-        for peer in self.peers.values():
-            seen = -1.0 if peer.heard is None else max(self._now() - peer.heard, 0.0)
-            status.peers.add(name=peer.name, seen=seen, fault=peer.fault(self.round))
+        status.notices.extend(view.notices)
+        for peer in view.peers.values():
+            seen = -1.0 if peer.heard is None else max(asyncio.get_running_loop().time() - peer.heard, 0.0)
+            status.peers.add(name=peer.name, seen=seen, fault=peer.fault(view.round))
         return status
+
+    def _peer_ended(self, peer: Peer) -> None:
+        self.meetings.peer_left(peer)
+
+    def _members_changed(self) -> None:
+        self.meetings.end("the partner is no member any more", lambda meeting: meeting.partner not in self.view.peers)

@@ -18,6 +18,7 @@ from noloco_jax.exchange.modulo import Modulo, encode_in, propose
 from noloco_jax.exchange.wire import Wire, encode
 from noloco_jax.outer.rule import Arrived, OuterState, Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.spmd.compile_once import Lowered, compile_all
 from noloco_jax.spmd.offload import from_rest
 from noloco_jax.spmd.outer_programs import NUMBER, build_outer, outer_axes
 from noloco_jax.spmd.programs import Programs, shardings_of
@@ -146,10 +147,14 @@ def _solo_of(
     )
 
 
-def compile_solo(solo: SoloPrograms, params: PyTree, state: OuterState | None) -> SoloPrograms:
-    """Compile the programs for these shapes, dtypes and shardings."""
-    step = solo.step.lower(params, state).compile()  # type: ignore[attr-defined]
-    apply = solo.apply.lower(params, state, solo.correction, NUMBER).compile()  # type: ignore[attr-defined]
+def compile_solo(solo: SoloPrograms, params: PyTree, state: OuterState | None, at_once: int = 1) -> SoloPrograms:
+    """Compile the programs for these shapes, dtypes and shardings, so many at once."""
+    lowered = (
+        Lowered("step", solo.step.lower(params, state)),  # type: ignore[attr-defined]
+        Lowered("apply", solo.apply.lower(params, state, solo.correction, NUMBER)),  # type: ignore[attr-defined]
+    )
+    compiled = compile_all(lowered, at_once)
+    step, apply = compiled["step"].program, compiled["apply"].program
     taken = apply.input_shardings[0][2]
     correction = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), solo.correction, taken

@@ -38,6 +38,7 @@ from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.metrics.evaluate import evaluate_alone
 from noloco_jax.outer.rule import at_num_outer_steps
 from noloco_jax.schedule import SyncSchedule
+from noloco_jax.spmd.compile import num_at_once
 from noloco_jax.spmd.first_process import from_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState
@@ -214,7 +215,7 @@ def island_steps(
     processes: Processes,
 ) -> IslandSteps:
     """Compile the programs of an island's outer steps, and return these."""
-    compiled = compile_solo(solo, programs.state.params, programs.state.outer)
+    compiled = compile_solo(solo, programs.state.params, programs.state.outer, num_at_once(programs))
     schedule = _schedule(config)
     return IslandSteps(
         link,

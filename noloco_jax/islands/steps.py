@@ -243,12 +243,8 @@ class IslandSteps:
     def _take_all(self, is_last: bool) -> Sequence[Any]:
         """Return everything that has arrived, and the protocol's state; None in its place if this state is replaced."""
         assert self.link is not None
-        items, saved = self.link.take_all()
-        for item in items:
-            if isinstance(item, CaughtUp) and not is_last:
-                self.link.put_back(item)
-                return [], None
-        return self._announced([item for item in items if not isinstance(item, CaughtUp)]), saved
+        items, saved = self.link.take_all(is_last)
+        return self._announced(items), saved
 
     def _announced(self, items: list[Correction | CaughtUp]) -> list[list[Any]]:
         """Keep what has arrived for `_apply`; return how to announce it.

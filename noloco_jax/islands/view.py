@@ -23,10 +23,23 @@ GREET_SECONDS = 10.0  # for an answer to a greeting
 
 
 class View:
-    """An island's view of its peers. Arguments are those of `Node`."""
+    """An island's view of its peers.
+
+    Args:
+      plan, network, world, pace, parse: as for `Node`.
+      peer_ended: called with a peer that begins no further exchange.
+      members_changed: called when peers have come or gone.
+    """
 
     def __init__(
-        self, plan: Plan, network: Network, world: World, pace: Pace, parse: Callable[[bytes], Roster] | None = None
+        self,
+        plan: Plan,
+        network: Network,
+        world: World,
+        pace: Pace,
+        parse: Callable[[bytes], Roster] | None,
+        peer_ended: Callable[[Peer], None],
+        members_changed: Callable[[], None],
     ):
         saved = plan.saved
         self.name, self.roster, self.identity, self.codec = plan.name, plan.roster, plan.identity, plan.codec
@@ -38,6 +51,7 @@ class View:
         self.peers: dict[str, Peer] = {}
         self.notices: list[str] = []
         self.fits, self.advice, self._plan, self._parse = plan.fits, plan.advice, plan, parse
+        self._peer_ended, self._members_changed = peer_ended, members_changed
         self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
         self._tasks: set[asyncio.Task] = set()
         self._told_badly: dict[str, float] = {}  # who told a roster that nobody signed, and when
@@ -45,12 +59,6 @@ class View:
         for other, (count, size, until) in (saved["peers"] if saved else {}).items():
             if other in self.peers:
                 self.peers[other].distance, self.peers[other].quarantined_until = Distance(count, size), until
-
-    def peer_ended(self, peer: Peer) -> None:
-        """Called when a peer begins no further exchange."""
-
-    def members_changed(self) -> None:
-        """Called when peers have come or gone."""
 
     def partner(self, round: int) -> str | None:
         """Return the partner of a round, or None."""
@@ -96,7 +104,7 @@ class View:
         has_ended = phase in ENDED and peer.phase not in ENDED
         peer.phase = phase
         if has_ended:
-            self.peer_ended(peer)
+            self._peer_ended(peer)
         self.notify()
 
     async def ask(self, names: Iterable[str], seconds: float = GREET_SECONDS, **fields: Any) -> dict[str, pb.Status]:
@@ -160,7 +168,6 @@ class View:
         self.roster = roster
         names = [name for name in roster.names if name != self.name and not roster.is_over(name, self.round)]
         self.peers = {name: self.peers.get(name) or Peer(name) for name in names}
-        self.members_changed()
         self._follow_addresses()
 
     def _follow_addresses(self) -> None:
@@ -186,6 +193,7 @@ class View:
             self.tell(line)
         self.world.keep(roster)
         self.follow(roster)
+        self._members_changed()
         self.notify()
 
     def take_news(self, name: str, version: int) -> None:
@@ -209,7 +217,7 @@ class View:
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.tell(f"a fault of this program, please report it: {error!r}")
+            task.get_loop().call_exception_handler({"message": "a task failed", "exception": error})
 
     async def close(self, seconds: float = 2.0) -> None:
         """Wait for goodbyes, and end everything else."""

@@ -3,8 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig
 from noloco_jax.cores import usable_cores
+from noloco_jax.spmd.compile_once import Lowered, compile_all
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs
 
@@ -33,7 +33,8 @@ def compile_programs(
     """Compile a run's programs for its shapes and shardings, and offload its outer state if configured.
 
     Programs are lowered one after another. For CPUs they are compiled in parallel, one thread a core. For GPUs they are
-    compiled one after another, since the compiler times kernels on the device.
+    compiled one after another, since the compiler times kernels on the device. Processes that start together share the
+    work, see `compile_once`.
 
     Scalar arguments of compiled programs must be numpy values, since they accept no array from another device.
 
@@ -43,20 +44,19 @@ def compile_programs(
       only: which of `PROGRAMS` and `FIRST_WEIGHTS` to compile; the others are compiled at their first call.
       options: XLA options by name, for all programs except `FIRST_WEIGHTS`, which has its own.
     """
-    arguments = arguments_of(programs)
-    compiling: dict[str, Future[tuple[jax.stages.Compiled, float]]] = {}
-    with ThreadPoolExecutor(_num_threads(programs), "compile") as threads:
+    arguments, seconds = arguments_of(programs), dict[str, float]()
+
+    def lowered() -> Iterator[Lowered]:
         for name in only:
-            program = getattr(programs, name)
-            if program is not None:
+            if (program := getattr(programs, name)) is not None:
                 started = time.perf_counter()
-                lowered = program.lower(*arguments[name])
-                lowering_seconds = time.perf_counter() - started
-                its_options = None if name == FIRST_WEIGHTS else options
-                compiling[name] = threads.submit(_compiled, lowered, lowering_seconds, its_options)
-        done = {name: one.result() for name, one in compiling.items()}
-    compiled = {name: program for name, (program, _) in done.items()}
-    seconds = {name: seconds for name, (_, seconds) in done.items()}
+                one = program.lower(*arguments[name])
+                seconds[name] = time.perf_counter() - started
+                yield Lowered(name, one, None if name == FIRST_WEIGHTS else options)
+
+    done = compile_all(lowered(), num_at_once(programs))
+    compiled = {name: one.program for name, one in done.items()}
+    seconds = {name: seconds[name] + one.seconds for name, one in done.items()}
     programs = dataclasses.replace(programs, **compiled, compiled=compiled, compile_seconds=seconds)
     return offloaded(programs) if config.outer.offload else programs
 
@@ -94,16 +94,7 @@ def _setting(name: str) -> Any:
     return getattr(jax.config, name)  # JAX declares no such attribute
 
 
-def _compiled(
-    lowered: jax.stages.Lowered, lowering_seconds: float, options: Mapping[str, Any] | None
-) -> tuple[jax.stages.Compiled, float]:
-    """Return the program and the seconds that lowering and compiling took."""
-    started = time.perf_counter()
-    program = lowered.compile(dict(options) if options else None)
-    return program, lowering_seconds + time.perf_counter() - started
-
-
-def _num_threads(programs: Programs) -> int:
+def num_at_once(programs: Programs) -> int:
     """Return the number of programs to compile at the same time."""
     on_cpu = programs.mesh.devices.flat[0].platform == "cpu"
     return len(usable_cores()) if on_cpu else 1

@@ -30,6 +30,16 @@ async def test_an_island_with_fast_rounds_that_is_behind_meets_again_within_seco
     assert participation(a, stopped + behind + 100) > 0.97
 
 
+async def test_a_round_that_ends_before_a_donor_s_weights_are_taken_is_left_out():
+    """Each step ends a round: one ends after the weights have come, and before the next step continues from them."""
+    sea = Sea(["a", "b"], steps_a_round=1)
+    a, b = sea.add("a"), sea.add("b")
+    await asyncio.gather(a.train(1000), b.train(1000), b.stop(10, 20))
+    (caught_up,) = (met.round for met in b.met if met.outcome == "caught up")
+    assert [met.round for met in b.met if met.round > caught_up][:3] == [caught_up + 1, caught_up + 2, caught_up + 3]
+    assert participation(b, caught_up + 5) > 0.97 and b.round == a.round
+
+
 class Liar(Sim):
     """Claims another round than its own, and gives these weights."""
 
@@ -87,8 +97,8 @@ async def test_a_position_whose_step_and_round_do_not_belong_together_is_refused
     sea.add("a", fits=lambda round, step: round + 1 == step // 10)
     liar = sea.islands["b"] = Liar(sea, "b")
     a = sea.islands["a"]
-    a.node.phase = liar.node.phase = pb.Status.TRAINING
-    liar.node.round = 5
+    a.node.view.phase = liar.node.view.phase = pb.Status.TRAINING
+    liar.node.view.round = 5
     catch_up = CatchUp(a.node, a)
     status = pb.Status(phase=pb.Status.TRAINING, round=5)
 
@@ -107,7 +117,7 @@ async def test_a_position_is_asked_for_once_the_weights_have_come_through_a_line
     a, b = sea.add("a"), sea.add("b")
     training = asyncio.ensure_future(a.train(10_000, has_weights=True))
     await asyncio.sleep(180)
-    weights = b.node.network.weights
+    weights = b.node.view.network.weights
 
     async def slow_line(peer, request):
         frames = [frame async for frame in weights(peer, request)]
@@ -115,9 +125,9 @@ async def test_a_position_is_asked_for_once_the_weights_have_come_through_a_line
             await asyncio.sleep(0.1 if request.position else 15)
             yield frame
 
-    b.node.network.weights = slow_line  # type: ignore[method-assign]
+    b.node.view.network.weights = slow_line  # type: ignore[method-assign]
     assert await CatchUp(b.node, b).from_one_of({"a": a.node.status()})
-    assert not training.done() and a.node.round > 60 and a.node.round - b.node.round <= 1
+    assert not training.done() and a.node.view.round > 60 and a.node.view.round - b.node.view.round <= 1
 
 
 async def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
@@ -130,8 +140,8 @@ async def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
         return await weights(kind)
 
     a.weights = after_a_step
-    a.node.phase = pb.Status.TRAINING
-    data = await receive(b.node.network, "a", pb.WeightsRequest(), b.num_bytes(0))
+    a.node.view.phase = pb.Status.TRAINING
+    data = await receive(b.node.view.network, "a", pb.WeightsRequest(), b.num_bytes(0))
     assert len(data) == 32
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.node import SILENT
@@ -28,7 +27,7 @@ FINISHED, MERGED, LEAVING = pb.Status.FINISHED, pb.Status.MERGED, pb.Status.LEAV
 def two() -> tuple[Sim, Sim]:
     sea = Sea("ab")
     a, b = sea.add("a"), sea.add("b")
-    a.node.phase = b.node.phase = pb.Status.TRAINING
+    a.node.view.phase = b.node.view.phase = pb.Status.TRAINING
     return a, b
 
 
@@ -46,20 +45,20 @@ async def test_an_island_whose_goodbye_was_lost_is_known_to_have_finished_once_t
 
 async def test_every_question_of_a_finished_island_says_that_it_has_finished():
     a, b = two()
-    a.node.phase = FINISHED
-    await a.node.ask(["b"])
+    a.node.view.phase = FINISHED
+    await a.node.view.ask(["b"])
     assert b.node.unfinished() == []
 
 
 async def test_what_an_island_told_before_its_goodbye_and_comes_after_it_is_ignored_until_it_starts_again():
     a, b = two()
-    late = a.node.greeting()
+    late = a.node.view.greeting()
     a.node.leave(FINISHED)
     await asyncio.sleep(1)
     await b.node.greeted("a", late)
-    b.node.hear("a", pb.Timing(round=3, round_seconds=1.0), a.node.incarnation)
+    b.node.view.hear("a", pb.Timing(round=3, round_seconds=1.0), a.node.view.incarnation)
     assert b.node.unfinished() == []
-    b.node.hear("a", pb.Timing(), a.node.incarnation + 1)
+    b.node.view.hear("a", pb.Timing(), a.node.view.incarnation + 1)
     assert b.node.unfinished() == ["a"]
     await b.node.greeted("a", late)
     assert b.node.unfinished() == ["a"]
@@ -78,7 +77,7 @@ async def test_last_weights_are_kept_for_a_peer_until_it_has_merged_or_is_gone(h
         b.node.leave(MERGED if how == "merged" else LEAVING)
     for asked in range(SILENT):
         assert how != "killed" or a.node.unmerged(["b"]) == ["b"], asked
-        await a.node.ask(["b"], 2.0)
+        await a.node.view.ask(["b"], 2.0)
     assert a.node.unmerged(["b"]) == []
 
 
@@ -113,8 +112,8 @@ async def test_an_island_that_was_given_up_is_waited_for_no_longer_until_it_star
     a, b = two()
     await a.node.greeted("b", pb.Greeting(phase=pb.Status.GONE))  # from its launcher
     assert a.node.unfinished() == a.node.unmerged(["b"]) == a.node.finished() == []
-    b.node.incarnation += 1
-    await b.node.ask(["a"])
+    b.node.view.incarnation += 1
+    await b.node.view.ask(["a"])
     assert a.node.unfinished() == ["b"]
     b.node.leave(pb.Status.GONE)
     await asyncio.sleep(1)
@@ -142,14 +141,6 @@ def test_the_weights_of_a_donor_that_has_finished_are_trained_no_further():
     steps: Any = SimpleNamespace(apply_arrived=lambda state, step: (state, 800))  # and no inner step is prepared
     sync = IslandSync("paris", SyncSchedule(10), steps, 0, print, None)
     assert sync.before_step(TrainState((), (), None), 610, lambda step: 800 - step)[1:] == (800, 0)
-
-
-def test_a_donor_s_weights_that_come_after_the_last_step_are_ignored():
-    link: Any = Waiting()
-    link.settle, link.take_all = (lambda round, seconds: None), lambda: ([CaughtUp(78, 790, {})], {"round": 79})
-    steps = IslandSteps(link, *[None] * 3)  # type: ignore[arg-type]
-    state = TrainState([np.ones(3)], (), SimpleNamespace(num_outer_steps=80))  # type: ignore[arg-type]
-    assert steps.settle(state, 1.0) is state
 
 
 class Waiting:

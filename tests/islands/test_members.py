@@ -68,8 +68,8 @@ async def test_a_member_s_new_address_holds_until_it_tells_another_one():
     a, b = sea.add("a"), sea.add("b")
     found = []
     for told in ("127.0.0.1:9000", None, "no address", ""):  # None: it was dialled, and tells none
-        b.node.hear("a", a.node.timing(), 1, told)
-        found.append(b.node.peers["a"].address)
+        b.node.view.hear("a", a.node.view.timing(), 1, told)
+        found.append(b.node.view.peers["a"].address)
     moved = Address("127.0.0.1", 9000)
     assert found == [moved, moved, moved, None]
 
@@ -81,7 +81,7 @@ def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run
         with training(berlin):
             wait_for(lambda: berlin.step > 20)
             assert island(["keys", f"--roster={path}", f"--out={keys}", "--replace=berlin"]) == 0
-            wait_for(lambda: paris.link.node.roster.version == 2)
+            wait_for(lambda: paris.link.node.view.roster.version == 2)
             known = len(paris.met)
             wait_for(lambda: [met.outcome for met in paris.met[known:][-6:]] == ["alone"] * 6)
         again = LiveIsland("berlin", path, tmp_path, keys / "berlin")
@@ -116,12 +116,13 @@ async def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, ho
 
     def begin(name: str, roster: Roster, round: int = -1) -> None:
         sim = sea.add(name, parse=rosters.__getitem__, roster=roster)
-        sim.node.phase, sim.node.round, sim.step = pb.Status.TRAINING, round, round + 1
+        sim.node.view.phase, sim.node.view.round = pb.Status.TRAINING, round
+        sim.round, sim.step = round, round + 1
         tasks.append(asyncio.ensure_future(sim.go_on(10**6)))
 
     async def spread(roster: Roster, soon: int) -> None:
         present, began = [sea.islands[name] for name in roster.active(soon)], now()
-        while sum(sim.node.roster.version >= roster.version for sim in present) < 0.99 * len(present):
+        while sum(sim.node.view.roster.version >= roster.version for sim in present) < 0.99 * len(present):
             await asyncio.sleep(10)
         minutes.append((now() - began) / 60)
 
@@ -130,7 +131,7 @@ async def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, ho
         begin(name, roster)
     for minute in range(1, int(60 * hours) + 1):
         await asyncio.sleep(60)
-        rows, latest = list(roster.members), max(sim.node.round for sim in sea.islands.values())
+        rows, latest = list(roster.members), max(sim.node.view.round for sim in sea.islands.values())
         soon = latest + lead(count)
         while len(rows) < count + int(0.1 * count * minute / 60):
             leaver = sea.random.choice([row for row in rows if row.until_round is None])
@@ -145,7 +146,7 @@ async def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, ho
         for row in rows[len(former.members) :]:
             begin(row.name, roster, latest)
         told = sea.random.choice([sim for name, sim in sea.islands.items() if roster.get(name) is not None])
-        told.node.take_roster(document, "authority")
+        told.node.view.take_roster(document, "authority")
         tasks.append(asyncio.ensure_future(spread(roster, soon)))
     await asyncio.sleep(900)
     meetings = [sim.node.meetings for sim in sea.islands.values()]

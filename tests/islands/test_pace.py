@@ -80,7 +80,7 @@ async def test_unequal_islands_meet_in_nearly_every_round_with_time_s_pace(speed
 async def test_a_false_round_time_of_one_of_five_holds_nobody_up(told):
     sea = Sea([*"abcd", "liar"])
     sims = [sea.add(name, by_time=True) for name in sea.names]
-    liar, own = sims[-1].node.pace, sims[-1].node.pace.timing
+    liar, own = sims[-1].node.view.pace, sims[-1].node.view.pace.timing
 
     def timing(round: int, now: float):
         made = own(round, now)

@@ -2,7 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from noloco_jax.islands import exchange
 from noloco_jax.islands.exchange import PIECE_BYTES, SILENT_SECONDS, Broken
 from noloco_jax.islands.link_advice import settings_that_fit
 from noloco_jax.islands.meetings import Meeting
+from noloco_jax.islands.network import Correction
 from noloco_jax.islands.payload import Message
 from noloco_jax.islands.transport import CALLS_OF_ONE
 from noloco_jax.simulate.cost import Setting
@@ -187,21 +188,27 @@ def test_a_piece_of_each_of_a_members_calls_passes_a_megabit_a_second_before_the
 async def test_a_status_is_not_taken_for_older_by_the_delay_of_exchanges(monkeypatch):
     sea, heard = SlowSea("ab", 0.5), []
     a, _ = sea.add("a"), sea.add("b")
-    a.node.peers["b"].delay = 5.0
-    monkeypatch.setattr(a.node.pace, "meet", lambda name, timing, now: heard.append(now))
-    await a.node.ask(["b"])
+    a.node.view.peers["b"].delay = 5.0
+    monkeypatch.setattr(a.node.view.pace, "meet", lambda name, timing, now: heard.append(now))
+    await a.node.view.ask(["b"])
     assert heard == [asyncio.get_running_loop().time()]
 
 
 def test_a_message_lacks_what_is_committed_until_its_exchange_begins(tmp_path, monkeypatch):
     link, begun = LiveIsland("a", on_loopback("a", "b"), tmp_path).link, []
-    monkeypatch.setattr(link, "node", SimpleNamespace(round_ended=lambda *all: begun.append(all[-1])), raising=False)
-    link.deliver(3, list)
-    link.round_ended(5, 30, Message(5, [WEIGHTS]), 1.0, 100)
-    link.deliver(4, list)
+    meetings, link.node.view.round = link.node.meetings, 4
+    monkeypatch.setattr(link.node.view.pace, "round_ended", lambda *all: None)
+    monkeypatch.setattr(meetings, "begin", lambda *all: begun.append(set(meetings.unapplied)))
+    link.round_ended(5, 50, Message(5, [WEIGHTS]), 1.0, 100)
+    for round in (3, 4):  # committed before the network's thread hears of the round's end, and taken after it
+        meetings.unapplied.add(round)
+        link.deliver(round, list)
+        cast(Correction, link._arriving[-1]).arrays.result()
+    assert [item.round for item in link.take()] == [3, 4]
+    link.round_ended(6, 60, Message(6, [WEIGHTS]), 1.0, 100)
     link._loop.run_until_complete(asyncio.sleep(0))
     link._loop.close()
-    assert begun == [[3, 4]]
+    assert begun == [{3, 4}, set()]
 
 
 async def test_the_size_on_record_is_what_was_applied_of_a_correction(monkeypatch):
@@ -215,7 +222,7 @@ async def test_the_size_on_record_is_what_was_applied_of_a_correction(monkeypatc
     monkeypatch.setattr(a, "deliver", lambda round, correct: None)
     attempt.factor, meeting.lacks = meetings._factor(0, 1.0), 3.0
     meetings._commit(meeting, 0.1)
-    assert accepted == [pytest.approx(0.1 * 2**1.5)]
+    assert accepted == [pytest.approx(0.1 * 2**1.5)] and meetings.unapplied == {0}
 
 
 def test_settings_that_fit_are_a_narrower_format_or_a_longer_interval():

@@ -19,7 +19,7 @@ async def test_islands_that_compile_unequally_long_begin_together():
 
     async def start(sim: Sim, seconds: float) -> float:
         await asyncio.sleep(seconds)
-        await begin(sim.node, CatchUp(sim.node, sim), False, False)
+        await begin(sim.node.view, CatchUp(sim.node, sim), False, False)
         return asyncio.get_running_loop().time()
 
     begun = await asyncio.gather(start(sims[0], 1), start(sims[1], 30), start(sims[2], 60))
@@ -84,8 +84,8 @@ async def test_an_island_without_weights_waits_for_those_of_the_run_and_begins_a
 async def test_an_island_without_weights_ends_where_all_others_have_finished_and_gone():
     sea = Sea("ab")
     a, b = sea.add("a"), sea.add("b")
-    a.node.phase, a.node.round = pb.Status.FINISHED, 99
-    a.node.pace.round_ended(99, asyncio.get_running_loop().time())
+    a.node.view.phase, a.node.view.round = pb.Status.FINISHED, 99
+    a.node.view.pace.round_ended(99, asyncio.get_running_loop().time())
     starting = asyncio.ensure_future(b.train(50))
     b.weights = a.weights = never_given
     await asyncio.sleep(30)
@@ -109,7 +109,7 @@ async def test_an_island_killed_near_the_end_comes_back_after_it_and_ends_with_t
     sims = [sea.add(name) for name in "abcd"]
     training = [asyncio.ensure_future(sim.train(800)) for sim in sims]
     victim, others = sims[0], sims[1:]
-    await victim.node.until(lambda: victim.node.round >= killed_in - 1)
+    await victim.node.view.until(lambda: victim.node.view.round >= killed_in - 1)
     victim.kill()
     training[0].cancel()
     round = 60  # of the checkpoint
@@ -120,7 +120,7 @@ async def test_an_island_killed_near_the_end_comes_back_after_it_and_ends_with_t
     back = sea.add("a", incarnation=2000, saved=saved if has_weights else None)
     back.step = 10 * (round + 1) if has_weights else 0
     await back.train(800, has_weights=has_weights, began_before=True)
-    assert back.step == 800 and back.inner_steps == 0 and back.node.round == 79
+    assert back.step == 800 and back.inner_steps == 0 and back.node.view.round == 79
     assert any(np.array_equal(back.slow, sim.slow) for sim in others)
     assert [met.outcome for met in back.met] == ["caught up"]
     await asyncio.sleep(1)
@@ -145,4 +145,4 @@ async def test_most_others_that_refuse_an_island_end_its_start_with_the_value_th
         sea.add(name, identity={"run": "simulation", "inner.lr": "0.001"})
     c = sea.add("c", identity={"run": "simulation", "inner.lr": "0.01"})
     with pytest.raises(UserError, match=r"most islands refuse c: inner.lr: 0.01 here, 0.001 at (a|b)"):
-        await admit(c.node)
+        await admit(c.node.view)

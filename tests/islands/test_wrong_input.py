@@ -123,4 +123,4 @@ def test_a_difference_from_the_other_islands_is_named_on_both_sides(config, rost
         line = error_line(command(config, roster), compiled)
         hint = "(install one version of noloco_jax on both)"
         assert line == f"most islands refuse paris: protocol: {PROTOCOL} here, 1 at berlin {hint}"
-        assert berlin.link.node.peers["paris"].wrong.startswith(f"protocol: 1 here, {PROTOCOL} at paris")
+        assert berlin.link.node.view.peers["paris"].wrong.startswith(f"protocol: 1 here, {PROTOCOL} at paris")

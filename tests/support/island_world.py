@@ -166,6 +166,7 @@ class Sim:
         }
         network, pace = _Network(name, world), Pace(world.steps_a_round, by_time)
         self.node = Node(Plan(name=name, **(fields | plan)), network, self, pace, parse)
+        self.round = self.node.view.round  # of these weights
 
     # As `World`.
 
@@ -198,7 +199,7 @@ class Sim:
         return self.slow.tobytes()
 
     async def position(self) -> pb.Position:
-        return pb.Position(round=self.node.round, step=self.step, has_averaged=self.node.has_averaged)
+        return pb.Position(round=self.round, step=self.step, has_averaged=self.node.view.has_averaged)
 
     async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
         values = np.frombuffer(data)
@@ -210,7 +211,7 @@ class Sim:
         self.inbox = [state]
 
     async def give(self, request: pb.WeightsRequest):
-        async for frame in give(self.node, self, request):
+        async for frame in give(self.node.view, self, request):
             yield frame
 
     # The training.
@@ -218,8 +219,10 @@ class Sim:
     def apply(self) -> None:
         inbox, self.inbox = self.inbox, []
         for item in inbox:
+            self.node.applied(item.round if isinstance(item, CaughtUp) else item[0])
             if isinstance(item, CaughtUp):
-                self.slow, self.momentum, self.step = item.leaves[0].copy(), np.zeros_like(self.slow), item.step
+                self.slow, self.momentum = item.leaves[0].copy(), np.zeros_like(self.slow)
+                self.round, self.step = item.round, item.step
             else:
                 self.momentum[self._fragment(item[0])] += item[1]
                 self.slow[self._fragment(item[0])] += item[1]
@@ -227,15 +230,14 @@ class Sim:
 
     def end_round(self) -> None:
         """Take a solo step, of which the message waits for the partner's."""
-        round = self.node.round + 1
-        part = self._fragment(round)
+        self.round += 1
+        part = self._fragment(self.round)
         delta = 0.1 * (self.target[part] - self.slow[part])
         honest = 0.7 * delta + 0.7 * self.slow[part]
         message, norm = self.tamper(honest), float(np.linalg.norm(honest))
         self.momentum[part] = 0.5 * self.momentum[part] + 0.7 * delta
         self.slow[part] += self.momentum[part]
-        lacking = [item[0] for item in self.inbox if not isinstance(item, CaughtUp)]
-        self.node.round_ended(round, self.step, message, norm, 100, lacking)
+        self.node.round_ended(self.round, self.step, message, norm, 100)
 
     def _fragment(self, round: int) -> slice:
         start = round % self.world.fragments * NUMBERS
@@ -251,17 +253,17 @@ class Sim:
     ) -> None:
         """Start as an island does, after so many seconds, and train."""
         await asyncio.sleep(after)
-        await begin(self.node, CatchUp(self.node, self), has_weights, began_before)
+        await begin(self.node.view, CatchUp(self.node, self), has_weights, began_before)
         await self.go_on(num_steps)
 
     async def go_on(self, num_steps: int) -> None:
         now, steps_a_round = asyncio.get_running_loop().time, self.world.steps_a_round
-        while self.step < num_steps and not self.node.is_removed:
+        while self.step < num_steps and not self.node.view.is_removed:
             self.apply()
             if self.step >= num_steps:  # these weights are the last ones
                 break
-            await asyncio.sleep(self.node.pace.pause())
-            stride = self.node.pace.stride(now(), steps_a_round - self.step % steps_a_round)
+            await asyncio.sleep(self.node.view.pace.pause())
+            stride = self.node.view.pace.stride(now(), steps_a_round - self.step % steps_a_round)
             self.inner_steps += 1
             await asyncio.sleep(max(self.step_seconds, self.stopped_until - now()))
             self.step += stride
@@ -272,7 +274,7 @@ class Sim:
 
     def kill(self) -> None:
         """End everything without a word."""
-        for task in [*self.calls, *self.node._tasks]:
+        for task in [*self.calls, *self.node.view._tasks]:
             task.cancel()
         self.world.islands.pop(self.name, None)
 
