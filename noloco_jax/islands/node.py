@@ -104,7 +104,7 @@ class Node(View):
         wrong, peer = "", self.peers.get(name)
         if peer is not None and greeting.identity:
             peer.wrong = wrong = difference(self.identity, greeting.identity, name)
-            self.hear(name, pb.Timing(), greeting.incarnation, greeting.address)
+            self.hear(name, incarnation=greeting.incarnation, address=greeting.address)
             if greeting.incarnation == peer.incarnation:  # not one of an earlier start
                 self.hear_phase(name, greeting.phase)
             self.take_news(name, greeting.roster_version)
@@ -112,12 +112,15 @@ class Node(View):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(greeting.hold_seconds):
                     await self.until(lambda: self.phase != pb.Status.STARTING)
-        status = self.status(with_peers=not greeting.identity)
+        if ended := self.end_of(name):
+            status = pb.Status(wrong=ended, roster_version=self.roster.version)
+        else:
+            status = self.status(with_peers=not greeting.identity)
         if wrong:
             status.wrong = difference(greeting.identity, self.identity, self.name)
-        if greeting.wants_roster and self.roster.document:
+        if (greeting.wants_roster or ended) and self.roster.document:
             status.roster.ParseFromString(self.roster.document)
-        if greeting.wants_details:
+        if greeting.wants_details and not ended:
             status.details = self._plan.details
         return status
 
