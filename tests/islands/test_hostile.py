@@ -69,8 +69,8 @@ async def with_an_attacker(attack, seconds: float = 60.0):
 
 
 def hello_to(a, round: int | None = None, **fields) -> pb.Hello:
-    known: dict[str, Any] = {"incarnation": 9, "tokens": 100, "identity": a.node.digest}
-    return pb.Hello(**{"round": a.node.round if round is None else round} | known | fields)
+    made: dict[str, Any] = {"incarnation": 9, "tokens": 100, "identity": a.node.digest, **fields}
+    return pb.Hello(round=a.node.round if round is None else round, **made)
 
 
 async def say(sea: Sea, frames) -> list[pb.Frame]:
@@ -92,7 +92,7 @@ async def test_a_false_hello_changes_nothing():
     async def attack(sea, a, evil):
         for kind, fields in HELLOS.items():
             for _ in range(3):
-                answers = await say(sea, [pb.Frame(hello=hello_to(a, **fields))])
+                answers = await say(sea, [pb.Frame(hello=hello_to(a, **{"round": None, **fields}))])
                 kinds = {answer.WhichOneof("kind") for answer in answers}
                 assert kinds <= {"no", "not_yet", "accept", "piece"}, kind
         assert a.node.phase == pb.Status.TRAINING  # none came too late
