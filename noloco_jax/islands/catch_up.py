@@ -190,9 +190,12 @@ class CatchUp:
             await node.until(lambda: any(peer.round - node.round >= patience for peer in node.peers.values()))
             if node.phase == pb.Status.TRAINING:
                 statuses = await node.ask(sample(node))
+                round = node.round
                 if self.is_behind(statuses.values()):
                     await self.from_one_of(statuses)
                     self._stuck = None
+                elif self._stuck is None:  # most are not so far: who tells it is asked again after a round
+                    await node.until(lambda: node.round > round or node.phase != pb.Status.TRAINING)  # noqa: B023
             elif node.phase != pb.Status.STARTING:
                 return
             await asyncio.sleep(CHECK_SECONDS)

@@ -68,7 +68,7 @@ def open_run(roster: Path, keys: Path | None) -> Run:
         name = owner_of(keys, known)
         return Run(known, name, load_keys(keys, name))
     known = newest(keys / MEMBERS_FILE, known, pem)
-    for name in known.names:
+    for name in sorted(known.names, key=lambda name: known.member(name).until_round is not None):
         if (keys / name / CERTIFICATE).exists():
             return Run(known, name, load_keys(keys / name, name))
     raise UserError(f"{keys} holds no keys: give the folder that `island keys` made, or one island's own")
@@ -104,7 +104,7 @@ async def ask_all(run: Run, dialler: Dialler, seconds: float, **fields: Any) -> 
             async with limit:
                 status = await dialler.greet(name, greeting, seconds)
             check_status(status)
-            answers[name] = status
+            answers[name] = status.wrong or status  # of commands, only former members are refused
         except (Broken, Unfit) as error:
             answers[name] = str(error)
 

@@ -2,7 +2,7 @@
 
     offer                                 answer
     Hello(round, tokens, timing)    ->
-                                    <-    NotYet(timing), repeated while the answering side has not ended the round
+                                    <-    NotYet, repeated while the answering side has not ended the round
                                     <-    Accept(tokens, timing), or No(reason), or Done(factor)
     Piece ...                       <->   Piece ...          both at once; with a modulo format first the windows
     Received(factor)                ->                       from here on the exchange may have been committed
@@ -174,7 +174,7 @@ async def offer(
     stream: Stream,
     hello: pb.Hello,
     side: Attempt,
-    hear: Callable[[pb.Timing, int, int], None],
+    hear: Callable[[pb.Frame], None],
     hold: Callable[[], None],
 ) -> float:
     """Exchange as the dialling side; return the partner's factor: the exchange is committed.
@@ -183,7 +183,7 @@ async def offer(
       stream: a call that was just opened.
       hello: the first frame.
       side: the own part.
-      hear: called with the partner's timing, and its incarnation and roster's version, or 0 while they are unknown.
+      hear: called with every answer up to the one that ends the wait.
       hold: called just before the partner may commit.
 
     Raises:
@@ -193,15 +193,15 @@ async def offer(
     """
     await send(stream, pb.Frame(hello=hello))
     while (kind := (frame := await _receive(stream)).WhichOneof("kind")) == "not_yet":
-        hear(frame.not_yet.timing, 0, 0)
+        hear(frame)
     if kind == "no":
-        hear(frame.no.timing, 0, frame.no.roster_version)
+        hear(frame)
         raise Refused(frame.no)
     if kind == "done":
         return checked_factor(frame.done.factor)
     accept = _expect(frame, "accept").accept
     check_tokens(accept.tokens)
-    hear(accept.timing, accept.incarnation, accept.roster_version)
+    hear(frame)
     side.meet(accept.incarnation)
     await side.swap(stream, accept.num_held)
     try:
@@ -248,12 +248,12 @@ async def receive_hello(stream: Stream) -> pb.Hello:
     return frame.hello
 
 
-async def hold_until(ready: Awaitable[None], stream: Stream, timing: Callable[[], pb.Timing]) -> None:
+async def hold_until(ready: Awaitable[None], stream: Stream) -> None:
     """Wait for the own round's end, and tell the dialler that the call is held."""
     waiting = asyncio.ensure_future(ready)
     try:
         while not waiting.done():
-            await send(stream, pb.Frame(not_yet=pb.NotYet(timing=timing())))
+            await send(stream, pb.Frame(not_yet=pb.NotYet()))
             await asyncio.wait([waiting], timeout=NOT_YET_SECONDS)
     finally:
         waiting.cancel()

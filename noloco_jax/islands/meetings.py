@@ -30,7 +30,7 @@ from noloco_jax.islands.exchange import (
     send,
 )
 from noloco_jax.islands.interfaces import PATIENCE, Met, Stream
-from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_hello
+from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_hello, check_timing
 from noloco_jax.islands.view import View
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is dialled again
@@ -177,8 +177,8 @@ class Meetings:
 
     def _patience(self, meeting: Meeting) -> int:
         """Return the rounds after which a meeting ends: more of them while its messages flow, or did just now."""
-        attempt, now = meeting.attempt, asyncio.get_running_loop().time()
-        flows = attempt.num_calls or now - attempt.flowed < SILENT_SECONDS
+        attempt = meeting.attempt
+        flows = attempt.num_calls or _now() - attempt.flowed < SILENT_SECONDS
         return self.node.patience * (LATEST if flows else 1)
 
     def end(self, reason: str, which: Any = lambda meeting: True) -> None:
@@ -196,22 +196,31 @@ class Meetings:
     async def _meet(self, meeting: Meeting) -> None:
         """Dial until the messages are exchanged, or there is no hope."""
         delay, node = RETRY_SECONDS, self.node
-        peer, now = node.peers[meeting.partner], asyncio.get_running_loop().time
+        peer = node.peers[meeting.partner]
 
         def hold() -> None:
             meeting.become(State.UNSURE)
 
-        def hear(timing: pb.Timing, incarnation: int, version: int) -> None:
+        def hear(frame: pb.Frame) -> None:
             nonlocal dialled
             if dialled is not None:
-                dialled, peer.delay = None, (now() - dialled) / 2
-            node.hear(meeting.partner, timing, incarnation, delay=peer.delay)
-            node.take_news(meeting.partner, version)
-            if incarnation:  # it accepts: it has committed nothing before
-                meeting.become(State.ACCEPTED)
+                dialled, peer.delay = None, (_now() - dialled) / 2
+            if frame.HasField("no"):
+                check_timing(frame.no.timing)
+                node.hear(peer.name, frame.no.timing.round)
+                node.take_news(peer.name, frame.no.roster_version)
+            elif frame.HasField("accept"):
+                check_timing(frame.accept.timing)
+                node.hear(peer.name, meeting.round, frame.accept.incarnation)
+                node.take_news(peer.name, frame.accept.roster_version)
+                now, timing = _now(), frame.accept.timing
+                node.pace.meet(peer.name, meeting.round, timing, now - peer.delay, now, has_called=False)
+                meeting.become(State.ACCEPTED)  # it has committed nothing before
+            else:
+                node.hear(peer.name)
 
         while True:
-            dialled: float | None = now()
+            dialled: float | None = _now()
             try:
                 async with node.network.exchange(meeting.partner) as stream:
                     theirs = await offer(stream, self._hello(meeting), meeting.attempt, hear, hold)
@@ -266,7 +275,7 @@ class Meetings:
 
     async def called(self, name: str, stream: Stream) -> None:
         """Answer a call for an exchange; `name` is that of the caller's certificate."""
-        node, hello = self.node, await receive_hello(stream)
+        node, hello, came = self.node, await receive_hello(stream), _now()
         peer = node.peers.get(name)
         try:
             check_hello(hello)
@@ -274,16 +283,23 @@ class Meetings:
             if peer is not None:
                 self._broken(peer, error)
             return
-        if peer is not None:
-            node.hear(name, hello.timing, hello.incarnation, hello.address, peer.delay)
+        is_news = False
+        if peer is not None and hello.identity == node.digest:
+            is_partner = node.partner(hello.round) == name
+            node.hear(name, hello.round if is_partner else -1, hello.incarnation, hello.address)
             node.take_news(name, hello.roster_version)
+            is_news = is_partner and hello.round == peer.round  # not of a round that it has long left behind
         if (done := self._finished.get((name, hello.incarnation, hello.round))) is not None:
             await send(stream, pb.Frame(done=pb.Done(factor=done)))
             return
-        if (refusal := self._refusal(name, hello)) is None and hello.round > node.round:
-            ended = node.until(lambda: node.round >= hello.round or node.phase != TRAINING)
-            await hold_until(ended, stream, node.timing)
-            refusal = self._refusal(name, hello)
+        try:
+            if (refusal := self._refusal(name, hello)) is None and hello.round > node.round:
+                ended = node.until(lambda: node.round >= hello.round or node.phase != TRAINING)
+                await hold_until(ended, stream)
+                refusal = self._refusal(name, hello)
+        finally:
+            if peer is not None and is_news:
+                node.pace.meet(name, hello.round, hello.timing, came - peer.delay, _now())
         if refusal is not None:
             reason, text = refusal
             no = pb.No(reason=reason, text=text, timing=node.timing(), roster_version=node.roster.version)
@@ -420,23 +436,28 @@ class Meetings:
     def _leave_out(self, peer: Peer, leaves_out: bool) -> None:
         name = self.node.name
         if leaves_out and not peer.left_out:
-            self.node.tell(
+            self.node.tell_of(
+                peer.name,
+                "far",
                 f"{peer.name} is far from {name}'s weights and came no closer since their last exchange: it was "
-                f"alone for long, or its weights are damaged; {name} takes nothing from it until it is close"
+                f"alone for long, or its weights are damaged; {name} takes nothing from it until it is close",
             )
         elif peer.left_out and not leaves_out:
-            self.node.tell(f"{peer.name} came closer, and {name} takes corrections from it again")
+            self.node.tell_of(
+                peer.name, "close", f"{peer.name} came closer, and {name} takes corrections from it again"
+            )
         peer.left_out = leaves_out
 
     def _broken(self, peer: Peer, error: Unfit) -> None:
         """Count a broken message; leave the peer out for a while after several in a row."""
         peer.broken += 1
-        self.node.tell(f"{peer.name} sent {error}: it is refused")
+        self.node.tell_of(peer.name, "broken", f"{peer.name} sent {error}: it is refused")
         if peer.broken < BROKEN_IN_A_ROW:
             return
         peer.broken = 0
         peer.quarantined_until = self.node.round + 1 + QUARANTINE_ROUNDS
-        self.node.tell(f"{peer.name}: nothing is exchanged with it before round {peer.quarantined_until + 1}")
+        until = f"nothing is exchanged with it before round {peer.quarantined_until + 1}"
+        self.node.tell_of(peer.name, "quarantine", f"{peer.name}: {until}")
         self.end("the partner is in quarantine", lambda meeting: meeting.partner == peer.name)
 
     def _absence(self, peer: Peer, round: int) -> str:
@@ -461,7 +482,11 @@ class Meetings:
         """Tell once that a peer does not answer, until it is heard again."""
         if peer.told_silence != (reason, peer.heard):
             peer.told_silence = reason, peer.heard
-            self.node.tell(f"{peer.name}: {reason}")
+            self.node.tell_of(peer.name, "silence", f"{peer.name}: {reason}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _damping(lacks: float) -> float:

@@ -74,10 +74,8 @@ class Accept(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
 
 class NotYet(_message.Message):
-    __slots__ = ("timing",)
-    TIMING_FIELD_NUMBER: _ClassVar[int]
-    timing: Timing
-    def __init__(self, timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class No(_message.Message):
     __slots__ = ("reason", "text", "timing", "roster_version")

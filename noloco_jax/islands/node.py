@@ -108,6 +108,10 @@ class Node:
         peers = [self.view.peers[name] for name in names if name in self.view.peers]
         return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
 
+    def end_of(self, name: str) -> str:
+        """Return why an island is a member no more, see `View.end_of`."""
+        return self.view.end_of(name)
+
     async def greeted(self, name: str, greeting: pb.Greeting) -> pb.Status:
         """Answer a greeting of an island or a command; `name` is that of the caller's certificate."""
         check_greeting(greeting)
@@ -117,7 +121,7 @@ class Node:
         wrong, peer = "", view.peers.get(name)
         if peer is not None and greeting.identity:
             peer.wrong = wrong = difference(view.identity, greeting.identity, name)
-            view.hear(name, pb.Timing(), greeting.incarnation, greeting.address)
+            view.hear(name, incarnation=greeting.incarnation, address=greeting.address)
             if greeting.incarnation == peer.incarnation:  # not one of an earlier start
                 view.hear_phase(name, greeting.phase)
             view.take_news(name, greeting.roster_version)
@@ -127,12 +131,15 @@ class Node:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(greeting.hold_seconds):
                     await view.until(lambda: view.phase != pb.Status.STARTING)
-        status = self.status(with_peers=not greeting.identity)
+        if ended := self.end_of(name):
+            status = pb.Status(wrong=ended, roster_version=view.roster.version)
+        else:
+            status = self.status(with_peers=not greeting.identity)
         if wrong:
             status.wrong = difference(greeting.identity, view.identity, view.name)
-        if greeting.wants_roster and view.roster.document:
+        if (greeting.wants_roster or ended) and view.roster.document:
             status.roster.ParseFromString(view.roster.document)
-        if greeting.wants_details:
+        if greeting.wants_details and not ended:
             status.details = self._details
         return status
 

@@ -98,8 +98,8 @@ def check_hello(hello: pb.Hello) -> None:
 
 
 def check_timing(timing: pb.Timing) -> None:
-    """Raise `Unfit` for a timing that is no number."""
-    if not (timing.round < MAX_ROUND and math.isfinite(timing.ago) and math.isfinite(timing.round_seconds)):
+    """Raise `Unfit` for a timing that is none."""
+    if not (timing.round < MAX_ROUND and 0 <= timing.ago < math.inf and 0 <= timing.round_seconds < math.inf):
         raise Unfit("a timing of impossible values")
 
 

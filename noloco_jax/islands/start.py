@@ -106,7 +106,8 @@ def _waits_for(node: View, heard: dict[str, pb.Status], absent: Collection[str])
 
 def _over(node: View, heard: dict[str, pb.Status], waits: bool) -> str:
     """Return the reason for which there will be no weights any more, or an empty text."""
-    ended = {name: peer.round for name, peer in node.peers.items() if peer.phase in FINISHED}
+    # A round is known of those alone that have answered with possible values.
+    ended = {name: peer.round for name, peer in node.peers.items() if peer.phase in FINISHED and peer.round >= 0}
     if not ended or (waits and not node.peers.keys() <= heard.keys() | ended.keys()):
         return ""
     if any(status.phase == pb.Status.TRAINING for status in heard.values()):

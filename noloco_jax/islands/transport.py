@@ -264,7 +264,9 @@ class Listener:
 
     async def _weights(self, request: pb.WeightsRequest, context: Any) -> None:
         stream = _Incoming(context)
-        async with self._call(context):
+        async with self._call(context) as name:
+            if ended := self._node.end_of(name):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, ended)
             try:
                 async with contextlib.aclosing(self._give(request)) as frames:
                     async for frame in frames:

@@ -6,6 +6,7 @@ training are behind `Network` and `World`; tests have both in memory, on a virtu
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,9 +16,10 @@ from noloco_jax.islands.bounds import Distance
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.interfaces import Network, Plan, World
 from noloco_jax.islands.pace import Pace
-from noloco_jax.islands.peers import ENDED, Peer, check_status, check_timing, digest
-from noloco_jax.islands.roster import BadRosterError, Roster, changes, parse_dialled, version_of
+from noloco_jax.islands.peers import ENDED, Peer, check_status, digest
+from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, parse_dialled, version_of
 
+TOLD_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
 ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster
 GREET_SECONDS = 10.0  # for an answer to a greeting
 
@@ -55,6 +57,7 @@ class View:
         self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
         self._tasks: set[asyncio.Task] = set()
         self._told_badly: dict[str, float] = {}  # who told a roster that nobody signed, and when
+        self._told: dict[tuple[str, str], tuple[int, float]] = {}  # (peer, kind) -> lines so far, time of the last told
         self.follow(plan.roster)
         for other, (count, size, until) in (saved["peers"] if saved else {}).items():
             if other in self.peers:
@@ -65,6 +68,11 @@ class View:
         active = self.roster.active(round)
         return self._plan.partner(active, round, self.name) if self.name in active and len(active) > 1 else None
 
+    def end_of(self, name: str) -> str:
+        """Return that an island is a member no more, once this one has ended a round without it; else an empty text."""
+        member = self.roster.get(name)
+        return describe(None, member) if member is not None and self.roster.is_over(name, self.round) else ""
+
     @property
     def is_removed(self) -> bool:
         """True once this island has ended its last round as a member."""
@@ -72,28 +80,24 @@ class View:
 
     # Peers.
 
-    def hear(
-        self, name: str, timing: pb.Timing, incarnation: int = 0, address: str | None = None, delay: float = 0.0
-    ) -> None:
-        """Learn what a peer tells of itself; raise `Unfit` for what no honest island tells.
+    def hear(self, name: str, round: int = -1, incarnation: int = 0, address: str | None = None) -> None:
+        """Learn what a peer tells of itself; -1, 0 and None stand for what it does not tell.
 
-        An empty address stands for that in the roster; `delay` is that of the channel, in seconds.
+        An empty address stands for that in the roster.
         """
-        check_timing(timing)
         peer = self.peers[name]
         peer.heard, peer.silent = self._now(), 0
         if incarnation > peer.incarnation:
             peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
-        if timing.round_seconds or timing.ago:
-            peer.round = max(peer.round, timing.round)
-        self.pace.meet(name, timing, self._now() - delay)
+        peer.round = max(peer.round, round)
         if address is None:
             return
         with contextlib.suppress(UserError):  # a text that is no address
             dialled = parse_dialled(address) if address else None
             if dialled != peer.address:
                 peer.address = dialled
-                self.tell(f"{name} is at {dialled or self.roster.member(name).address} from now on")
+                there = dialled or self.roster.member(name).address
+                self.tell_of(name, "address", f"{name} is at {there} from now on")
                 self._follow_addresses()
 
     def hear_phase(self, name: str, phase: Any) -> None:
@@ -127,7 +131,7 @@ class View:
             self.peers[name].wrong = status.wrong[:300]
             if not status.wrong:
                 found[name] = status
-                self.hear(name, status.timing, status.incarnation)
+                self.hear(name, status.round if status.timing.round_seconds else -1, status.incarnation)
                 self.hear_phase(name, status.phase)
                 self.take_news(name, status.roster_version)
             if status.HasField("roster"):
@@ -149,7 +153,7 @@ class View:
 
     def timing(self, round: int | None = None) -> pb.Timing:
         """Return what to tell of a round's end; None: of the last one's."""
-        return self.pace.timing(self.round if round is None else round, self._now())
+        return self.pace.timing(max(self.round, 0) if round is None else round, self._now())
 
     @property
     def told_address(self) -> str:
@@ -185,7 +189,7 @@ class View:
             roster = self._parse(document)
         except BadRosterError as error:
             self._told_badly = {**dict([*self._told_badly.items()][-99:]), teller: now}
-            self.tell(f"{teller} told a roster that is not taken: {error}")
+            self.tell_of(teller, "roster", f"{teller} told a roster that is not taken: {error}")
             return
         if roster.founders != self.roster.founders:
             return
@@ -240,6 +244,15 @@ class View:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+    def tell_of(self, name: str, kind: str, line: str) -> None:
+        """Tell a line on a peer, unless one of its kind was told within an hour and they are not ten times as many."""
+        count, last = self._told.get((name, kind), (0, -math.inf))
+        count, now = count + 1, self._now()
+        is_told = now - last >= TOLD_AGAIN_SECONDS or count == 10 ** (len(str(count)) - 1)
+        self._told[name, kind] = count, now if is_told else last
+        if is_told:
+            self.tell(line if count == 1 else f"{line}; number {count} of such lines on {name}")
 
     def tell(self, line: str) -> None:
         """Tell people, and those who watch."""

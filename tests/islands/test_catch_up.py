@@ -61,7 +61,6 @@ def _lying(sea: Sea, name: str, claim: int, weights: float) -> Liar:
     def status(**fields) -> pb.Status:
         made = told(**fields)
         made.round, made.has_averaged = claim, True
-        made.timing.round = claim
         return made
 
     sim.node.status = status  # type: ignore[method-assign]

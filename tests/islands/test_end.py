@@ -56,9 +56,9 @@ async def test_what_an_island_told_before_its_goodbye_and_comes_after_it_is_igno
     a.node.leave(FINISHED)
     await asyncio.sleep(1)
     await b.node.greeted("a", late)
-    b.node.view.hear("a", pb.Timing(round=3, round_seconds=1.0), a.node.view.incarnation)
+    b.node.view.hear("a", 3, a.node.view.incarnation)
     assert b.node.unfinished() == []
-    b.node.view.hear("a", pb.Timing(), a.node.view.incarnation + 1)
+    b.node.view.hear("a", incarnation=a.node.view.incarnation + 1)
     assert b.node.unfinished() == ["a"]
     await b.node.greeted("a", late)
     assert b.node.unfinished() == ["a"]

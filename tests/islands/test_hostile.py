@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from noloco_jax.islands.exchange import SILENT_SECONDS, Broken, Unfit
 from noloco_jax.islands.meetings import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS
 from noloco_jax.islands.roster import BadRosterError
 from noloco_jax.islands.view import ROSTER_SECONDS
-from support.island_world import Sea, participation
+from support.island_world import MemoryStream, Sea, participation
 
 NAN = math.nan
 HELLOS = {
@@ -67,11 +68,8 @@ async def with_an_attacker(attack, seconds: float = 60.0):
 
 
 def hello_to(a, round: int | None = None, **fields) -> pb.Hello:
-    made = pb.Hello(
-        round=a.node.view.round if round is None else round, incarnation=9, tokens=100, identity=a.node.view.digest
-    )
-    made.MergeFrom(pb.Hello(**fields))
-    return made
+    made: dict[str, Any] = {"incarnation": 9, "tokens": 100, "identity": a.node.view.digest, **fields}
+    return pb.Hello(round=a.node.view.round if round is None else round, **made)
 
 
 async def say(sea: Sea, frames) -> list[pb.Frame]:
@@ -93,7 +91,7 @@ async def test_a_false_hello_changes_nothing():
     async def attack(sea, a, evil):
         for kind, fields in HELLOS.items():
             for _ in range(3):
-                answers = await say(sea, [pb.Frame(hello=hello_to(a, **fields))])
+                answers = await say(sea, [pb.Frame(hello=hello_to(a, **{"round": None, **fields}))])
                 kinds = {answer.WhichOneof("kind") for answer in answers}
                 assert kinds <= {"no", "not_yet", "accept", "piece"}, kind
         assert a.node.view.phase == pb.Status.TRAINING  # none came too late
@@ -187,3 +185,20 @@ async def test_a_goodbye_counts_for_the_caller_alone():
     assert a.node.unfinished() == ["c"]
     await a.node.greeted("stranger", goodbye)
     assert "stranger" not in a.node.view.peers
+
+
+async def test_what_one_member_repeats_is_told_once_and_then_by_its_number():
+    sea = Sea("ab")
+    a, _ = sea.add("a"), sea.add("b")
+    for number in range(2000):
+        hello = {"tokens": 0} if number % 2 else {"address": f"127.0.0.1:{7000 + number}"}
+        stream = MemoryStream("a", "b", sea)
+        stream.arrived.put_nowait(pb.Frame(hello=hello_to(a, 0, **hello)))
+        await a.node.meetings.called("b", stream)
+    for said in ("Hello of impossible values", "nothing is exchanged with it", "b is at 127.0.0.1"):
+        numbers = [line.partition("; number ")[2].partition(" ")[0] for line in a.lines if said in line]
+        assert numbers in (["", "10", "100"], ["", "10", "100", "1000"]), said
+    a.lines.clear()
+    await asyncio.sleep(3600)
+    a.node.view.hear("b", address="127.0.0.1:1")
+    assert len(a.lines) == 1

@@ -9,9 +9,11 @@ import pytest
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.commands import discover, open_run
+from noloco_jax.islands.commands import Run, discover, open_run
+from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.members import lead
 from noloco_jax.islands.roster import MEMBERS_FILE, Address, Member, Roster, read_members
+from noloco_jax.islands.transport import Dialler
 from support.island_world import Sea
 from support.live_island import LiveIsland, training, wait_for
 from support.ports import free_port
@@ -51,6 +53,36 @@ def test_a_member_joins_and_another_leaves_while_the_others_train(run, tmp_path,
         assert kept.version == 3
 
 
+def test_a_removed_member_s_keys_fetch_nothing_and_it_is_told_why(run, tmp_path):
+    path, keys = run
+    paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)
+    with training(paris):
+        with training(berlin):
+            wait_for(lambda: berlin.step > 20)
+            assert island(["remove", "berlin", f"--keys={keys}"]) == 0
+            until = read_members(keys / MEMBERS_FILE, None, (keys / "ca.pem").read_bytes()).member("berlin").until_round
+            wait_for(lambda: berlin.link.is_removed and paris.round >= (until or 0))
+        former = open_run(path, keys / "berlin")
+        said = f"berlin is removed: no member from round {(until or 0) + 1} on"
+        assert discover(former, 60.0).answers["paris"] == said
+        with pytest.raises(Broken, match=said):
+            asyncio.run(_weights(former))
+        assert discover(open_run(path, keys), 60.0).statuses.keys() == {"paris"}
+        (tmp_path / "lost").mkdir()
+        again = LiveIsland("berlin", path, tmp_path / "lost", keys / "berlin")  # it has never heard of its end
+        with training(again):
+            wait_for(lambda: again.error is not None)
+        assert isinstance(again.error, UserError) and said in str(again.error)
+
+
+async def _weights(run: Run) -> list[pb.WeightsFrame]:
+    dialler = Dialler(run.name, run.credentials, run.roster)
+    try:
+        return [frame async for frame in dialler.weights("paris", pb.WeightsRequest())]
+    finally:
+        await dialler.close()
+
+
 def test_a_member_that_moves_tells_the_others_itself(run, tmp_path):
     path, keys = run
     paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)
@@ -64,11 +96,9 @@ def test_a_member_that_moves_tells_the_others_itself(run, tmp_path):
 
 
 async def test_a_member_s_new_address_holds_until_it_tells_another_one():
-    sea = Sea("ab")
-    a, b = sea.add("a"), sea.add("b")
-    found = []
+    b, found = Sea("ab").add("b"), []
     for told in ("127.0.0.1:9000", None, "no address", ""):  # None: it was dialled, and tells none
-        b.node.view.hear("a", a.node.view.timing(), 1, told)
+        b.node.view.hear("a", 0, 1, told)
         found.append(b.node.view.peers["a"].address)
     moved = Address("127.0.0.1", 9000)
     assert found == [moved, moved, moved, None]

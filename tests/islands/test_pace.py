@@ -1,10 +1,13 @@
 """Pace of islands: pauses of equal machines, and strides of unequal ones with --pace=time."""
 
 import asyncio
+import math
 
 import pytest
 
+from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.pace import EARNED, MAX_EARNED, Pace
+from noloco_jax.islands.view import View
 from support.island_world import Sea, participation
 
 
@@ -73,26 +76,63 @@ async def test_unequal_islands_meet_in_nearly_every_round_with_time_s_pace(speed
         assert not any("--pace=time" in line for line in sim.lines)
     fastest = sims[0]
     assert fastest.inner_steps > 0.93 * 4000  # it takes nearly every step, but after a stop
+    assert fastest.finished_at - fastest.began_at < 1.05 * 0.1 * 4000
     assert sims[2].inner_steps < 0.5 * 4000
 
 
-@pytest.mark.parametrize("told", [1e-9, 0.01, 1e5])
-async def test_a_false_round_time_of_one_of_five_holds_nobody_up(told):
-    sea = Sea([*"abcd", "liar"])
-    sims = [sea.add(name, by_time=True) for name in sea.names]
-    liar, own = sims[-1].node.view.pace, sims[-1].node.view.pace.timing
+async def test_one_fast_island_of_five_does_not_make_the_others_skip_steps():
+    fast, *others = await train_at({"a": 0.15} | dict.fromkeys("bcde", 0.2), by_time=True, steps=1000)
+    for sim in (fast, *others):
+        assert sim.inner_steps > 0.95 * 1000
+        assert participation(sim, 20) > 0.7  # one of five is alone in each round
 
-    def timing(round: int, now: float):
-        made = own(round, now)
-        if made.round_seconds:
-            made.round_seconds = told
-        return made
 
-    liar.timing = timing
-    await asyncio.gather(*(sim.train(2000) for sim in sims))
-    for sim in sims[:4]:
-        assert sim.inner_steps > 0.9 * 2000
-        assert participation(sim) > 0.7  # one of five is alone in each round
+LIES = {  # (round, ago, round_seconds) -> what is told in their place
+    "behind": lambda round, ago, seconds: (max(round - 60, 0), 0.0, seconds),
+    "ahead": lambda round, ago, seconds: (round + 1000, 0.0, seconds),
+    "huge": lambda round, ago, seconds: (2**40 - 1, 9e5, 9e5),
+    "negative": lambda round, ago, seconds: (round, -9e5, -9e5),
+    "no number": lambda round, ago, seconds: (round, math.nan, math.inf),
+    "fast": lambda round, ago, seconds: (round, ago, 1e-9),
+    "fast and early": lambda round, ago, seconds: (round, ago + 3, 0.1),
+    "jumping": lambda round, ago, seconds: (round + round % 7, 1e3 * (round % 3), (1e-9, 0.3, 1e5)[round % 3]),
+}
+
+
+@pytest.mark.parametrize("by_time", [False, True], ids=["equal steps", "time"])
+@pytest.mark.parametrize("lie", LIES)
+async def test_what_one_member_tells_of_its_time_costs_the_others_a_twentieth_at_most(lie, by_time):
+    for names in ("ab", "abc", "abcd"):
+        sea = Sea(names)
+        *honest, liar = [sea.add(name, by_time=by_time) for name in names]
+
+        def timing(round: int | None = None, node=liar.node.view) -> pb.Timing:
+            told = View.timing(node, round)
+            found = LIES[lie](told.round, told.ago, told.round_seconds)
+            return pb.Timing(round=found[0], ago=found[1], round_seconds=found[2])
+
+        liar.node.view.timing = timing
+        await asyncio.gather(*(sim.train(600) for sim in sea.islands.values()))
+        for sim in honest:
+            assert sim.inner_steps >= 0.95 * 600, (names, sim.name)
+            assert sim.finished_at - sim.began_at <= 1.05 * 0.1 * 600, (names, sim.name)
+
+
+async def test_calls_for_rounds_that_the_caller_has_left_behind_hold_nobody_up():
+    sea = Sea("ab")
+    a, b = sea.add("a"), sea.add("b")
+
+    async def calling() -> None:
+        while a.node.view.round < 55:
+            await asyncio.sleep(0.5)
+            if a.node.view.round >= 20:
+                hello = pb.Hello(round=a.node.view.round - 20, incarnation=1, tokens=100, identity=a.node.view.digest)
+                async with b.node.view.network.exchange("a") as stream:
+                    await stream.send(pb.Frame(hello=hello))
+                    await stream.receive()
+
+    await asyncio.gather(a.train(600), b.train(600), calling())
+    assert a.finished_at - a.began_at <= 1.05 * 0.1 * 600
 
 
 def test_a_pause_is_a_quarter_of_the_speed_and_ends_with_the_lead():
@@ -104,12 +144,10 @@ def test_a_pause_is_a_quarter_of_the_speed_and_ends_with_the_lead():
         if step % 10 == 9:
             pace.round_ended(step // 10, now)
     pace.stride(now, 1)
-    timing = pace.timing(3, now + 5)
-    timing.ago = 0.0
     for _ in range(5):
         now += 1.0
         pace.stride(now, 1)
-    pace.meet("b", timing, now)  # the partner has ended the same round only now
+    pace.meet("b", 3, pb.Timing(), now, now)  # the partner has ended the same round only now
     assert pace.pause() == pytest.approx(3.0)
     assert 0 < pace.pause() <= 3.0
     assert pace.pause() == 0.0

@@ -185,15 +185,6 @@ def test_a_piece_of_each_of_a_members_calls_passes_a_megabit_a_second_before_the
     assert CALLS_OF_ONE * 8 * PIECE_BYTES / 1e6 < SILENT_SECONDS
 
 
-async def test_a_status_is_not_taken_for_older_by_the_delay_of_exchanges(monkeypatch):
-    sea, heard = SlowSea("ab", 0.5), []
-    a, _ = sea.add("a"), sea.add("b")
-    a.node.view.peers["b"].delay = 5.0
-    monkeypatch.setattr(a.node.view.pace, "meet", lambda name, timing, now: heard.append(now))
-    await a.node.view.ask(["b"])
-    assert heard == [asyncio.get_running_loop().time()]
-
-
 def test_a_message_lacks_what_is_committed_until_its_exchange_begins(tmp_path, monkeypatch):
     link, begun = LiveIsland("a", on_loopback("a", "b"), tmp_path).link, []
     meetings, link.node.view.round = link.node.meetings, 4

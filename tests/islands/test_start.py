@@ -85,7 +85,9 @@ async def test_an_island_without_weights_ends_where_all_others_have_finished_and
     sea = Sea("ab")
     a, b = sea.add("a"), sea.add("b")
     a.node.view.phase, a.node.view.round = pb.Status.FINISHED, 99
-    a.node.view.pace.round_ended(99, asyncio.get_running_loop().time())
+    for _ in range(6):  # its inner steps have a duration
+        a.node.view.pace.stride(asyncio.get_running_loop().time(), 1)
+        await asyncio.sleep(0.1)
     starting = asyncio.ensure_future(b.train(50))
     b.weights = a.weights = never_given
     await asyncio.sleep(30)

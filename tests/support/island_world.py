@@ -152,7 +152,7 @@ class Sim:
         self.lines: list[str] = []
         self.inbox: list[Any] = []
         self.applied: list[tuple[int, np.ndarray]] = []
-        self.stopped_until = self.finished_at = 0.0
+        self.stopped_until = self.began_at = self.finished_at = 0.0
         self.target = np.random.default_rng([ord(letter) for letter in name]).normal(size=self.slow.size)
         self.tamper: Callable[[np.ndarray], np.ndarray] = lambda message: message
         fields: dict[str, Any] = {
@@ -258,6 +258,7 @@ class Sim:
 
     async def go_on(self, num_steps: int) -> None:
         now, steps_a_round = asyncio.get_running_loop().time, self.world.steps_a_round
+        self.began_at = now()
         while self.step < num_steps and not self.node.view.is_removed:
             self.apply()
             if self.step >= num_steps:  # these weights are the last ones
