@@ -164,6 +164,7 @@ class IslandMode:
             advice=partial(settings_that_fit, config.outer.wire, config.outer.sync_every),
             listen=member.listen,
             address=member.address,
+            num_rounds=schedule.total(config.num_steps),
         )
         self._link = Link(plan, report)
         return self._until(partial(is_done, self._link.open()), is_stopping)

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.interfaces import Met, Network, Plan, World
 from noloco_jax.islands.meetings import Meetings
 from noloco_jax.islands.pace import Pace
-from noloco_jax.islands.peers import FINISHED, Peer, check_greeting, difference
+from noloco_jax.islands.peers import FAULTS, FINISHED, LINES, Peer, check_greeting, check_watch, difference
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.view import GREET_SECONDS, View
 
@@ -112,17 +113,32 @@ class Node(View):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(greeting.hold_seconds):
                     await self.until(lambda: self.phase != pb.Status.STARTING)
-        status = self.status(with_peers=not greeting.identity)
+        status = self.status(for_people=not greeting.identity)
         if wrong:
             status.wrong = difference(greeting.identity, self.identity, self.name)
-        if greeting.wants_roster and self.roster.document:
+        for about in (self.peers[other] for other in greeting.about if other in self.peers):
+            status.peers.add(name=about.name, phase=about.phase)
+        if greeting.wants_roster and self.roster.version > greeting.roster_version:
             status.roster.ParseFromString(self.roster.document)
         if greeting.wants_details:
             status.details = self._plan.details
         return status
 
-    def status(self, with_peers: bool = False) -> pb.Status:
-        """Return this island's status, for commands with its view of the peers."""
+    async def watched(self, request: pb.WatchRequest) -> AsyncGenerator[pb.Status, None]:
+        """Yield this island's status at once, every so many seconds, and whenever its phase changes."""
+        check_watch(request)
+        while True:
+            phase = self.phase
+            yield self.status(for_people=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(request.every_seconds):
+                    await self.until(lambda: self.phase != phase)  # noqa: B023 - awaited before the next one
+
+    def status(self, for_people: bool = False) -> pb.Status:
+        """Return this island's status; for people with figures, its latest lines, and the peers that have a fault.
+
+        Its size does not depend on the number of members.
+        """
         meetings = self.meetings
         status = pb.Status(
             phase=self.phase,
@@ -138,12 +154,13 @@ class Node(View):
             roster_version=self.roster.version,
             num_members=len(self.roster.active(max(self.round, 0))),
             timing=self.timing(),
+            num_rounds=self._plan.num_rounds,
         )
-        if not with_peers:
+        if not for_people:
             return status
         status.figures.update(self.figures)
-        status.notices.extend(self.notices)
-        for peer in self.peers.values():
-            seen = -1.0 if peer.heard is None else max(self._now() - peer.heard, 0.0)
-            status.peers.add(name=peer.name, seen=seen, fault=peer.fault(self.round))
+        status.notices.extend(self.notices[-LINES:])
+        faults = ((peer.name, peer.fault(self.round)) for peer in self.peers.values())
+        for name, fault in itertools.islice((found for found in faults if found[1]), FAULTS):
+            status.peers.add(name=name, fault=fault)
         return status
