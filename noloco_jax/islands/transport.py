@@ -120,6 +120,12 @@ class Dialler:
         finally:
             call.cancel()
 
+    async def forget(self, peer: str) -> None:
+        """Close the connections to a peer, as gRPC would try again every few seconds. A later call makes new ones."""
+        for is_small in (False, True):
+            if known := self._channels.pop((peer, is_small), None):
+                await known[1].close(0)
+
     async def close(self) -> None:
         for _, channel in self._channels.values():
             await channel.close(0)

@@ -20,7 +20,7 @@ from noloco_jax.islands.standing import AWAY, STARTED, is_complete, standing, su
 from noloco_jax.islands.transport import Dialler
 
 _AT_ONCE = 32  # islands that are dialled
-_RETRY_SECONDS = 10.0  # the longest wait before an island that does not answer is dialled again
+_RETRY_SECONDS = 30.0  # the longest wait before an island that does not answer is dialled again
 _ABOUT_SECONDS = 10.0  # between two questions about islands that do not answer
 _LONGEST, _FIGURES = 300, 16  # characters of a line, and figures of an island: more are not honest
 _NOT_ASKED, _ENDED = "not asked yet", "it ended the call"
@@ -173,9 +173,7 @@ class Watcher:
         try:
             while not self._over.is_set():
                 self._follow(dialler, limit, tasks)
-                ends = time.monotonic() + self._every
-                while (left := ends - time.monotonic()) > 0 and not self._over.is_set():
-                    await asyncio.sleep(min(left, 0.1))
+                await asyncio.to_thread(self._over.wait, self._every)
                 self._look(time.monotonic())
                 await self._learn(dialler)
         finally:
@@ -220,6 +218,8 @@ class Watcher:
                 wait = self._every if not one.fault else min(1.5 * wait, max(_RETRY_SECONDS, self._every))
                 with self._lock:
                     one.fault = fault
+            if wait > self._seconds:  # no other call to it is under way
+                await dialler.forget(name)
             await asyncio.sleep(random.uniform(0.5, 1.0) * wait)
 
     def _take(self, one: Watched, status: pb.Status) -> None:

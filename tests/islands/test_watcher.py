@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from support.live_island import wait_for
 
 ROW = Member(0, "paris", Address("127.0.0.1", 1))
 REMOVED = ROW._replace(until_round=10)
-PHASE = pb.Status.Phase.Value
+PHASE: Any = pb.Status.Phase.Value
 
 
 def answer(phase: str, round: int = 3, **fields: Any) -> pb.Status:
@@ -103,6 +104,9 @@ class Islands:
     def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
         pass
 
+    async def forget(self, peer: str) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 
@@ -110,6 +114,10 @@ class Islands:
 def run_of(*names: str) -> Run:
     rows = (Member(i, name, Address("127.0.0.1", i + 1)) for i, name in enumerate(names))
     return Run(Roster("test", tuple(rows), len(names)), names[0], None)
+
+
+def ask(run: Run, islands: Any) -> Found:
+    return asyncio.run(ask_all(run, islands, 1.0))
 
 
 def test_an_island_keeps_its_last_word_after_its_process_has_ended():
@@ -137,8 +145,8 @@ def test_an_island_keeps_its_last_word_after_its_process_has_ended():
 def test_others_tell_of_an_island_that_ended_before_the_watcher_came():
     islands = Islands({"paris": "nobody listens there", "berlin": answer("FINISHED"), "rome": "nobody listens there"})
     islands.told = {"paris": "FINISHED", "rome": "TRAINING"}
-    found = asyncio.run(ask_all(run_of(*islands.statuses), islands, 1.0))
-    watched = {name: Watched(None, one, told=found.told.get(name)) for name, one in found.answers.items()}
+    found = ask(run_of(*islands.statuses), islands)
+    watched = {name: Watched(None, str(one), told=found.told.get(name)) for name, one in found.answers.items()}
     states = states_of(found.run.roster, watched)
     assert (states["paris"], states["rome"]) == ("finished", "away")
     watcher = Watcher(run_of(*islands.statuses), 0.02, dialler=islands)
@@ -238,8 +246,12 @@ async def test_a_status_does_not_grow_with_the_members():
         for name, peer in node.peers.items():
             peer.wrong = f"another model than {name}'s" if count > 100 else ""
         sizes.append(node.status(for_people=True).ByteSize())
-        greeting = pb.Greeting(wants_roster=True, roster_version=node.roster.version)
-        assert not (await node.greeted("i1", greeting)).HasField("roster")
+        node.roster = replace(node.roster, version=3, document=pb.SignedRoster(roster=b"x").SerializeToString())
+        carries = [
+            (await node.greeted("i1", pb.Greeting(wants_roster=True, roster_version=version))).HasField("roster")
+            for version in (2, 3, 4)
+        ]
+        assert carries == [True, False, False]
     assert sizes[1] <= sizes[0] + 8 * 50  # of eight faults
     with pytest.raises(Unfit):
         await node.greeted("i1", pb.Greeting(about=["x"] * (MAX_ABOUT + 1)))
@@ -270,10 +282,10 @@ def test_a_newer_roster_is_fetched_from_a_few_and_checked_once(monkeypatch):
     monkeypatch.setattr(commands, "parse_document", lambda *_: checked.append(1) or newer)
     islands = Islands({name: answer("TRAINING", roster_version=5) for name in run.roster.names})
     islands.document = pb.SignedRoster(roster=b"x" * 50_000).SerializeToString()
-    found = asyncio.run(ask_all(run, islands, 1.0))
+    found = ask(run, islands)
     assert found.run.roster is newer and len(checked) == islands.rosters == 1
     islands.statuses["i7"] = answer("TRAINING", roster_version=2**60)  # a lie, told to each poll, costs one question
-    assert asyncio.run(ask_all(found.run, islands, 1.0)).run.roster is newer
+    assert ask(found.run, islands).run.roster is newer
     assert islands.rosters <= 4
 
 
