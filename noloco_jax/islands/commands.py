@@ -166,7 +166,7 @@ async def ask_about(silent: Sequence[str], asked: Sequence[str], dialler: Dialle
     async def ask(name: str) -> None:
         with contextlib.suppress(Broken):
             for peer in (await dialler.greet(name, greeting, seconds)).peers:
-                if not peer.fault:
+                if not peer.fault and peer.phase != pb.Status.STARTING:  # else nothing is known of it
                     votes.setdefault(peer.name, Counter())[peer.phase] += 1
 
     if silent:

@@ -79,6 +79,7 @@ class Islands:
     def __init__(self, statuses: Mapping[str, pb.Status | str]):
         self.statuses = dict(statuses)
         self.told: dict[str, str] = {}  # phases that islands tell of others
+        self.unknown: set[str] = set()  # islands that have restarted, and were told nothing yet
         self.document = b""
         self.bytes = self.rosters = 0
 
@@ -94,7 +95,8 @@ class Islands:
             raise Broken(status)
         found = pb.Status()
         found.CopyFrom(status)
-        found.peers.extend(pb.Peer(name=one, phase=PHASE(self.told[one])) for one in greeting.about if one in self.told)
+        told = {} if name in self.unknown else self.told
+        found.peers.extend(pb.Peer(name=one, phase=PHASE(told.get(one, "STARTING"))) for one in greeting.about)
         if greeting.wants_roster and self.document:
             found.roster.ParseFromString(self.document)
             self.rosters += 1
@@ -143,16 +145,26 @@ def test_an_island_keeps_its_last_word_after_its_process_has_ended():
 
 
 def test_others_tell_of_an_island_that_ended_before_the_watcher_came():
-    islands = Islands({"paris": "nobody listens there", "berlin": answer("FINISHED"), "rome": "nobody listens there"})
+    gone = "nobody listens there"
+    islands = Islands({"paris": gone, "berlin": answer("FINISHED"), "oslo": answer("STARTING"), "rome": gone})
     islands.told = {"paris": "FINISHED", "rome": "TRAINING"}
+    islands.unknown = {"oslo"}
     found = ask(run_of(*islands.statuses), islands)
     watched = {name: Watched(None, str(one), told=found.told.get(name)) for name, one in found.answers.items()}
     states = states_of(found.run.roster, watched)
     assert (states["paris"], states["rome"]) == ("finished", "away")
     watcher = Watcher(run_of(*islands.statuses), 0.02, dialler=islands)
     watcher.start()
-    wait_for(lambda: watcher.to_json()["islands"]["paris"]["state"] == "finished")
-    assert watcher.to_json()["islands"]["rome"]["state"] == "away"
+
+    def state(name: str) -> str:
+        return watcher.to_json()["islands"][name]["state"]
+
+    wait_for(lambda: state("paris") == "finished")
+    assert state("rome") == "away"
+    islands.statuses["paris"], islands.told = answer("TRAINING"), {}  # it has been started again
+    wait_for(lambda: state("paris") == "training")
+    islands.statuses["paris"] = gone
+    wait_for(lambda: state("paris") == "away")
     watcher.close()
 
 
