@@ -158,7 +158,8 @@ async def test_who_watches_is_checked_again_once_the_roster_has_changed(keys):
         async with asyncio.timeout(60):
             assert len([status async for status in watch]) <= 2
         node.roster = node.roster.changed(node.roster.member("berlin")._replace(until_round=8))
-        assert len([status async for status in one.watch("paris", 0.2)]) <= 1
+        async with asyncio.timeout(60):
+            assert len([status async for status in one.watch("paris", 0.2)]) <= 1
 
 
 async def test_messages_that_are_too_large_or_inflate_are_refused(keys):

@@ -159,12 +159,12 @@ def test_others_tell_of_an_island_that_ended_before_the_watcher_came():
     def state(name: str) -> str:
         return watcher.to_json()["islands"][name]["state"]
 
-    wait_for(lambda: state("paris") == "finished")
+    wait_for(lambda: state("paris") == "finished", 60)
     assert state("rome") == "away"
     islands.statuses["paris"], islands.told = answer("TRAINING"), {}  # it has been started again
     wait_for(lambda: state("paris") == "training")
     islands.statuses["paris"] = gone
-    wait_for(lambda: state("paris") == "away")
+    wait_for(lambda: state("paris") == "away", 60)
     watcher.close()
 
 
