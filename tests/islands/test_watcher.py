@@ -146,9 +146,10 @@ def test_an_island_keeps_its_last_word_after_its_process_has_ended():
 
 def test_others_tell_of_an_island_that_ended_before_the_watcher_came():
     gone = "nobody listens there"
-    islands = Islands({"paris": gone, "berlin": answer("FINISHED"), "oslo": answer("STARTING"), "rome": gone})
+    restarted = dict.fromkeys(("oslo", "bonn"), answer("STARTING"))
+    islands = Islands({"paris": gone, "berlin": answer("FINISHED"), **restarted, "rome": gone})
     islands.told = {"paris": "FINISHED", "rome": "TRAINING"}
-    islands.unknown = {"oslo"}
+    islands.unknown = {*restarted}
     found = ask(run_of(*islands.statuses), islands)
     watched = {name: Watched(None, str(one), told=found.told.get(name)) for name, one in found.answers.items()}
     states = states_of(found.run.roster, watched)
