@@ -1,7 +1,11 @@
 """Calls to islands from commands: who answers, with what, and news for all. Needs no jax."""
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,12 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import Broken, Unfit
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, authority_in, check_loopback, load_keys, owner_of
-from noloco_jax.islands.peers import check_status
-from noloco_jax.islands.roster import MEMBERS_FILE, BadRosterError, Roster, newest, parse_document, read_run
+from noloco_jax.islands.peers import MAX_ABOUT, MAX_ROUND, check_status
+from noloco_jax.islands.roster import MEMBERS_FILE, BadRosterError, Member, Roster, newest, parse_document, read_run
 from noloco_jax.islands.transport import Dialler
 
 _AT_ONCE = 16
+_TRIES = 3  # islands that are asked for what any of them knows
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,14 @@ class Found:
 
     Attributes:
       run: the run, with the newest roster that one of them has.
-      answers: island -> its status, or the reason for which it is unknown.
+      answers: island -> its status, or the reason for which it is unknown. Islands whose membership has ended are not
+        asked.
+      told: island that does not answer -> the phase that others have last heard of it.
     """
 
     run: Run
     answers: Mapping[str, pb.Status | str]
+    told: Mapping[str, Any]
 
     @property
     def statuses(self) -> dict[str, pb.Status]:
@@ -52,6 +60,19 @@ class Found:
     def round(self) -> int:
         """The last round that one of them has ended; -1: none."""
         return max((status.round for status in self.statuses.values()), default=-1)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of the whole run, as most islands tell; 0: unknown."""
+        told = [status.num_rounds for status in self.statuses.values() if status.num_rounds]
+        return statistics.mode(told) if told else 0
+
+
+def present(roster: Roster, statuses: Iterable[pb.Status]) -> list[Member]:
+    """Return the members whose membership has not ended in the round of most islands; without a status, in any."""
+    rounds = [status.round for status in statuses]
+    round = statistics.median_low(rounds) if rounds else MAX_ROUND
+    return [one for one in roster.members if not roster.is_over(one.name, round + 1)]
 
 
 def open_run(roster: Path, keys: Path | None) -> Run:
@@ -97,7 +118,7 @@ async def ask_all(run: Run, dialler: Dialler, seconds: float, **fields: Any) -> 
     """Greet all islands: see `discover`."""
     answers: dict[str, pb.Status | str] = {}
     limit = asyncio.Semaphore(_AT_ONCE)
-    greeting = pb.Greeting(roster_version=run.roster.version, wants_roster=True, **fields)
+    greeting = pb.Greeting(roster_version=run.roster.version, **fields)
 
     async def ask(name: str) -> None:
         try:
@@ -108,18 +129,54 @@ async def ask_all(run: Run, dialler: Dialler, seconds: float, **fields: Any) -> 
         except (Broken, Unfit) as error:
             answers[name] = str(error)
 
-    while new := [one.name for one in run.roster.members if one.name not in answers and one.until_round is None]:
+    found = Found(run, answers, {})
+    while new := [one.name for one in present(found.run.roster, found.statuses.values()) if one.name not in answers]:
         await asyncio.gather(*map(ask, new))
-        for status in answers.values():
-            if isinstance(status, pb.Status) and status.HasField("roster"):
-                run = replace(run, roster=_newer(run, status.roster.SerializeToString()))
-        dialler.follow(run.roster, {})
-    return Found(run, {name: answers[name] for name in run.roster.names if name in answers})
+        run = await take_newest(found.run, dialler, found.statuses, seconds)
+        found = replace(found, run=run)
+    answers = {name: answers[name] for name in run.roster.names if name in answers}
+    silent = [name for name, answer in answers.items() if isinstance(answer, str)]
+    return Found(run, answers, await ask_about(silent, list(found.statuses), dialler, seconds))
+
+
+async def take_newest(run: Run, dialler: Dialler, statuses: Mapping[str, pb.Status], seconds: float) -> Run:
+    """Return the run with the newest roster that islands have, and let the dialler follow it.
+
+    Of the islands with a newer version a few are asked for it, until one gives what the authority has signed: answers
+    that carried it would cost the square of the number of members.
+    """
+    newer = [name for name, status in statuses.items() if status.roster_version > run.roster.version]
+    newest = sorted(newer, key=lambda name: -statuses[name].roster_version)[:_TRIES]
+    for name in (*newest, *random.sample(newer, min(_TRIES, len(newer)))):  # the highest claims may be lies
+        if statuses[name].roster_version <= run.roster.version:
+            continue
+        greeting = pb.Greeting(roster_version=run.roster.version, wants_roster=True)
+        with contextlib.suppress(Broken):
+            status = await dialler.greet(name, greeting, seconds)
+            run = replace(run, roster=_newer(run, status.roster.SerializeToString()))
+    dialler.follow(run.roster, {})
+    return run
+
+
+async def ask_about(silent: Sequence[str], asked: Sequence[str], dialler: Dialler, seconds: float) -> dict[str, Any]:
+    """Return the phases that a few of the islands in `asked` have last heard of islands that do not answer."""
+    greeting = pb.Greeting(about=silent[:MAX_ABOUT])
+    votes: dict[str, Counter[Any]] = {}
+
+    async def ask(name: str) -> None:
+        with contextlib.suppress(Broken):
+            for peer in (await dialler.greet(name, greeting, seconds)).peers:
+                if not peer.fault and peer.phase != pb.Status.STARTING:  # else nothing is known of it
+                    votes.setdefault(peer.name, Counter())[peer.phase] += 1
+
+    if silent:
+        await asyncio.gather(*map(ask, random.sample(asked, min(_TRIES, len(asked)))))
+    return {name: votes[name].most_common(1)[0][0] for name in silent if name in votes}
 
 
 def _newer(run: Run, document: bytes) -> Roster:
     """Return an island's roster if it is newer, and signed."""
-    if run.credentials is None:
+    if run.credentials is None or not document:
         return run.roster
     try:
         found = parse_document(document, run.roster.run, run.credentials.authority)

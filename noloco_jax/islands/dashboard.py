@@ -18,11 +18,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from noloco_jax.errors import UserError
 from noloco_jax.islands.commands import open_run
 from noloco_jax.islands.roster import Address, parse_address
-from noloco_jax.islands.status import Watcher
+from noloco_jax.islands.standing import AWAY, TRAINING
+from noloco_jax.islands.watcher import Watcher
 
 PREFIX = "noloco_island_"
 GAUGES = {
-    "up": "1 if the island answered the last question",
+    "up": "1 if the island answers, 0 if it is away; absent once it has finished, left or was removed, and is gone",
     "training": "1 while the island trains",
     "round": "Rounds that the island has ended",
     "step": "Inner steps",
@@ -33,6 +34,7 @@ GAUGES = {
     "perplexity": "Validation perplexity of the last evaluation",
     "tokens_per_second": "Throughput of training",
 }
+STATE = "state"
 COUNTERS = {  # since the island's start
     "due": "Messages with a partner",
     "committed": "Messages exchanged",
@@ -111,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(page.read_bytes(), "text/html; charset=utf-8")
         elif path == "/data.json":
             self._send(json.dumps(self.watcher.to_json()).encode(), "application/json")
+        elif path == "/history.json":
+            self._send(json.dumps(self.watcher.history()).encode(), "application/json")
         elif path == "/metrics":
             self._send(exposition(self.watcher.to_json()), "text/plain; version=0.0.4; charset=utf-8")
         else:
@@ -148,20 +152,18 @@ class _Collector:
         labels = ["run", "island"]
         families = {name: GaugeMetricFamily(PREFIX + name, text, labels=labels) for name, text in GAUGES.items()}
         families |= {name: CounterMetricFamily(PREFIX + name, text, labels=labels) for name, text in COUNTERS.items()}
+        states = GaugeMetricFamily(PREFIX + STATE, "1 for the island's state", labels=[*labels, STATE])
         for island, one in self._run["islands"].items():
+            states.add_metric([self._run["run"], island, one["state"]], 1.0)
             for name, value in values_of(one).items():
                 families[name].add_metric([self._run["run"], island], value)
-        yield from families.values()
+        yield from (states, *families.values())
 
 
 def values_of(island: dict[str, Any]) -> dict[str, float]:
-    """Return the values of an island; of one that does not answer its counters alone, and that it is away."""
-    values: dict[str, float] = {
-        "up": float(not island["away"]),
-        **{name: island[name] for name in COUNTERS if name in island},
-    }
-    if island["away"]:
-        return values
-    values["training"] = float(island["phase"] == "training")
-    known = {**island, **island["figures"]}
-    return values | {name: float(known[name]) for name in GAUGES if known.get(name) is not None and name not in values}
+    """Return the values of an island; of one that does not answer its counters alone, and 0 for "up" if it is away."""
+    values: dict[str, float] = {name: float(island[name]) for name in COUNTERS if name in island}
+    if not island["answers"]:
+        return values | ({"up": 0.0} if island["state"] == AWAY else {})
+    known = {**island, **island["figures"], "up": 1.0, "training": island["state"] == TRAINING}
+    return values | {name: float(known[name]) for name in GAUGES if known.get(name) is not None}

@@ -28,6 +28,7 @@ class Plan:
       details: JSON of what commands ask for.
       advice: share of the messages that the link carries -> settings that fit it, for people.
       address: of this island, if it is another than in the roster.
+      num_rounds: of the whole run; 0: unknown.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Plan:
     details: str = ""
     advice: Callable[[float], str] = lambda share: "send less"
     address: Address | None = None
+    num_rounds: int = 0
 
 
 class Met(NamedTuple):

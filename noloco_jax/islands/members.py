@@ -163,8 +163,18 @@ def _first_round(flags: argparse.Namespace, found: Found) -> int:
     if flags.from_round is not None:
         if flags.from_round < 1:
             raise UserError(f"--from_round={flags.from_round}: rounds are counted from 1, as in the log")
+        if flags.from_round > (found.num_rounds or math.inf):
+            raise UserError(
+                f"--from_round={flags.from_round}: the run ends after round {found.num_rounds}, give an earlier one"
+            )
         return flags.from_round - 1
     if not found.statuses:
         reason = next(iter(found.answers.values()), "there is none")
         raise UserError(f"none of the islands answers ({reason}), so that their round is unknown: give --from_round=N")
-    return found.round + 1 + lead(len(found.run.roster.active(max(found.round, 0))) + 1)
+    first = found.round + 1 + lead(len(found.run.roster.active(max(found.round, 0))) + 1)
+    if first >= (found.num_rounds or math.inf):
+        raise UserError(
+            f"the run ends after round {found.num_rounds}, and the news may need until round {first + 1} to reach all: "
+            "give an earlier --from_round=N, or let the run end"
+        )
+    return first

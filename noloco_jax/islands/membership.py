@@ -51,7 +51,7 @@ class Membership:
         """Return a line for the banner, without secrets."""
         security = "no TLS" if self.credentials is None else "mutual TLS"
         names, address = self.roster.names, self.address or self.roster.member(self.name).address
-        place = f"{names.index(self.name) + 1} of {len(names)} of {self.roster.run}"
+        place = f"island {names.index(self.name) + 1} of {len(names)} in the run {self.roster.run}"
         return f"{self.name}, {place}, at {address}, {security}"
 
     @property

@@ -172,7 +172,7 @@ class SignedRoster(_message.Message):
     def __init__(self, roster: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Greeting(_message.Message):
-    __slots__ = ("identity", "incarnation", "roster_version", "roster", "address", "wants_roster", "wants_details", "until_ready", "hold_seconds", "phase")
+    __slots__ = ("identity", "incarnation", "roster_version", "roster", "address", "wants_roster", "wants_details", "until_ready", "hold_seconds", "phase", "about")
     class IdentityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class Greeting(_message.Message):
     UNTIL_READY_FIELD_NUMBER: _ClassVar[int]
     HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    ABOUT_FIELD_NUMBER: _ClassVar[int]
     identity: _containers.ScalarMap[str, str]
     incarnation: int
     roster_version: int
@@ -200,10 +201,17 @@ class Greeting(_message.Message):
     until_ready: bool
     hold_seconds: float
     phase: Status.Phase
-    def __init__(self, identity: _Optional[_Mapping[str, str]] = ..., incarnation: _Optional[int] = ..., roster_version: _Optional[int] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., address: _Optional[str] = ..., wants_roster: bool = ..., wants_details: bool = ..., until_ready: bool = ..., hold_seconds: _Optional[float] = ..., phase: _Optional[_Union[Status.Phase, str]] = ...) -> None: ...
+    about: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, identity: _Optional[_Mapping[str, str]] = ..., incarnation: _Optional[int] = ..., roster_version: _Optional[int] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., address: _Optional[str] = ..., wants_roster: bool = ..., wants_details: bool = ..., until_ready: bool = ..., hold_seconds: _Optional[float] = ..., phase: _Optional[_Union[Status.Phase, str]] = ..., about: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("every_seconds",)
+    EVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    every_seconds: float
+    def __init__(self, every_seconds: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("phase", "incarnation", "round", "step", "has_averaged", "due", "committed", "one_sided", "steps_late", "partner", "roster_version", "num_members", "timing", "wrong", "roster", "details", "figures", "peers", "notices")
+    __slots__ = ("phase", "incarnation", "round", "step", "has_averaged", "due", "committed", "one_sided", "steps_late", "partner", "roster_version", "num_members", "timing", "wrong", "roster", "details", "figures", "peers", "notices", "num_rounds")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STARTING: _ClassVar[Status.Phase]
@@ -246,6 +254,7 @@ class Status(_message.Message):
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     phase: Status.Phase
     incarnation: int
     round: int
@@ -265,17 +274,18 @@ class Status(_message.Message):
     figures: _containers.ScalarMap[str, float]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     notices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., has_averaged: bool = ..., due: _Optional[int] = ..., committed: _Optional[int] = ..., one_sided: _Optional[int] = ..., steps_late: _Optional[float] = ..., partner: _Optional[str] = ..., roster_version: _Optional[int] = ..., num_members: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., wrong: _Optional[str] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., details: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., notices: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_rounds: int
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., has_averaged: bool = ..., due: _Optional[int] = ..., committed: _Optional[int] = ..., one_sided: _Optional[int] = ..., steps_late: _Optional[float] = ..., partner: _Optional[str] = ..., roster_version: _Optional[int] = ..., num_members: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., wrong: _Optional[str] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., details: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., notices: _Optional[_Iterable[str]] = ..., num_rounds: _Optional[int] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("name", "seen", "fault")
+    __slots__ = ("name", "fault", "phase")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    SEEN_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     name: str
-    seen: float
     fault: str
-    def __init__(self, name: _Optional[str] = ..., seen: _Optional[float] = ..., fault: _Optional[str] = ...) -> None: ...
+    phase: Status.Phase
+    def __init__(self, name: _Optional[str] = ..., fault: _Optional[str] = ..., phase: _Optional[_Union[Status.Phase, str]] = ...) -> None: ...
 
 class WeightsRequest(_message.Message):
     __slots__ = ("kind", "last", "position")

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.interfaces import Met, Network, Plan, World
 from noloco_jax.islands.meetings import Meetings
 from noloco_jax.islands.pace import Pace
-from noloco_jax.islands.peers import FINISHED, Peer, check_greeting, difference
+from noloco_jax.islands.peers import FAULTS, FINISHED, LINES, Peer, check_greeting, check_watch, difference
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.view import GREET_SECONDS, View
 
@@ -33,7 +34,7 @@ class Node:
         self.step = 0
         self.figures: dict[str, float] = {}
         self._donated: int | None = None  # round of a donor's weights, until the training continues from them
-        self._details = plan.details
+        self._details, self._num_rounds = plan.details, plan.num_rounds
         self.view = View(plan, network, world, pace, parse, self._peer_ended, self._members_changed)
         self.meetings = Meetings(self.view, plan.saved)
 
@@ -134,22 +135,38 @@ class Node:
         if ended := self.end_of(name):
             status = pb.Status(wrong=ended, roster_version=view.roster.version)
         else:
-            status = self.status(with_peers=not greeting.identity)
+            status = self.status(for_people=not greeting.identity)
+            for about in (view.peers[other] for other in greeting.about if other in view.peers):
+                status.peers.add(name=about.name, phase=about.phase)
         if wrong:
             status.wrong = difference(greeting.identity, view.identity, view.name)
-        if (greeting.wants_roster or ended) and view.roster.document:
+        if (greeting.wants_roster or ended) and view.roster.version > greeting.roster_version:
             status.roster.ParseFromString(view.roster.document)
         if greeting.wants_details and not ended:
             status.details = self._details
         return status
+
+    async def watched(self, request: pb.WatchRequest) -> AsyncGenerator[pb.Status, None]:
+        """Yield this island's status at once, every so many seconds, and whenever its phase changes."""
+        check_watch(request)
+        view = self.view
+        while True:
+            phase = view.phase
+            yield self.status(for_people=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(request.every_seconds):
+                    await view.until(lambda: view.phase != phase)  # noqa: B023 - awaited before the next one
 
     def _active(self) -> list[Peer]:
         """Return the other members of the last round, by their ids."""
         view = self.view
         return [view.peers[name] for name in view.roster.active(max(view.round, 0)) if name in view.peers]
 
-    def status(self, with_peers: bool = False) -> pb.Status:
-        """Return this island's status, for commands with its view of the peers."""
+    def status(self, for_people: bool = False) -> pb.Status:
+        """Return this island's status; for people with figures, its latest lines, and the peers that have a fault.
+
+        Its size does not depend on the number of members.
+        """
         view, meetings = self.view, self.meetings
         status = pb.Status(
             phase=view.phase,
@@ -165,14 +182,15 @@ class Node:
             roster_version=view.roster.version,
             num_members=len(view.roster.active(max(view.round, 0))),
             timing=view.timing(),
+            num_rounds=self._num_rounds,
         )
-        if not with_peers:
+        if not for_people:
             return status
         status.figures.update(self.figures)
-        status.notices.extend(view.notices)
-        for peer in view.peers.values():
-            seen = -1.0 if peer.heard is None else max(asyncio.get_running_loop().time() - peer.heard, 0.0)
-            status.peers.add(name=peer.name, seen=seen, fault=peer.fault(view.round))
+        status.notices.extend(view.notices[-LINES:])
+        faults = ((peer.name, peer.fault(view.round)) for peer in view.peers.values())
+        for name, fault in itertools.islice((found for found in faults if found[1]), FAULTS):
+            status.peers.add(name=name, fault=fault)
         return status
 
     def _peer_ended(self, peer: Peer) -> None:

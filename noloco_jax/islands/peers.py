@@ -11,9 +11,11 @@ from noloco_jax.islands.bounds import Distance
 from noloco_jax.islands.exchange import MAX_TOKENS, Unfit
 from noloco_jax.islands.roster import Address
 
-PROTOCOL = "8"  # islands of two protocols refuse each other
+PROTOCOL = "9"  # islands of two protocols refuse each other
 MAX_ROUND = 2**40
 MAX_VALUES, MAX_TEXT = 512, 4096  # of an identity
+FAULTS, LINES = 8, 3  # in a status: of so many peers, and the latest lines
+MAX_ABOUT = 1000  # islands that one greeting is about
 FIRST_WEIGHTS = "first weights"  # of islands that begin a run
 FINISHED = (pb.Status.FINISHED, pb.Status.MERGED)  # phases of an island that has taken its last step
 ENDED = (*FINISHED, pb.Status.LEAVING, pb.Status.GONE)  # phases of an island that begins no exchange
@@ -68,7 +70,7 @@ class Peer:
         """Return the reason for which nothing is exchanged with it in a round, or an empty text."""
         if self.wrong:
             return self.wrong
-        if self.quarantined_until > round:
+        if self.quarantined_until > max(round, 0):
             return f"sent broken messages: nothing is exchanged with it before round {self.quarantined_until + 1}"
         return "is far away, and nothing is taken from it" if self.left_out else ""
 
@@ -110,6 +112,14 @@ def check_greeting(greeting: pb.Greeting) -> None:
         raise Unfit("an identity of too many values")
     if not 0 <= greeting.hold_seconds <= 600:
         raise Unfit("a time to hold that is none")
+    if len(greeting.about) > MAX_ABOUT:
+        raise Unfit(f"a greeting about more than {MAX_ABOUT} islands")
+
+
+def check_watch(request: pb.WatchRequest) -> None:
+    """Raise `Unfit` for an interval of watching that would keep an island busy, or is no number."""
+    if not 0.2 <= request.every_seconds <= 3600:
+        raise Unfit("an interval of watching that is none: 0.2 to 3600 seconds")
 
 
 def check_status(status: pb.Status) -> None:

@@ -196,6 +196,7 @@ def link_plan(
         workdir=workdir,
         incarnation=incarnation,
         steps_per_round=schedule.gap,
+        num_rounds=schedule.total(config.num_steps),
         by_time=member.pace == "time",
         began_before=began_before,
         saved=saved,

@@ -2,7 +2,7 @@
 
 Whose call it is follows from the certificate; without TLS, which is for loopback addresses alone, from the metadata.
 Limits: 2 MiB a message, no compression, 16 KiB of metadata, 5 s for a handshake, 8 calls at once of one member, 128 in
-all, and half of the process's open files for connections.
+all, of them 4 and 32 that watch, and half of the process's open files for connections.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it logs of strangers' ha
 
 MAX_BYTES = 2 << 20  # of a message on the wire: a piece, or a greeting with a roster
 CALLS_OF_ONE, CALLS_OF_ALL = 8, 128
+WATCHES_OF_ONE, WATCHES_OF_ALL = 4, 32  # calls of a member that watches, beside its others, and of all members
 CALL_SECONDS = 4 * 3600.0  # of any call: silence ends it much earlier
 HANDSHAKE_SECONDS = 5
 PING_SECONDS, PONG_SECONDS = 5, 22  # of silence before a ping, and for its answer, which waits behind an upload
@@ -90,6 +91,22 @@ class Dialler:
         except grpc.aio.AioRpcError as error:
             raise Broken(_words(error, seconds)) from None
 
+    async def watch(self, peer: str, every: float) -> AsyncGenerator[pb.Status, None]:
+        """Yield a peer's status at once, every so many seconds, and when its phase changes."""
+        method = self._channel(peer, "greetings").unary_stream(
+            f"/{_SERVICE}/Watch",
+            request_serializer=pb.WatchRequest.SerializeToString,
+            response_deserializer=pb.Status.FromString,
+        )
+        call = method(pb.WatchRequest(every_seconds=every), metadata=self._metadata)
+        try:
+            async for status in call:
+                yield status
+        except grpc.aio.AioRpcError as error:
+            raise Broken(_words(error, every)) from None
+        finally:
+            call.cancel()
+
     async def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
         method = self._channel(peer, "weights").unary_stream(
             f"/{_SERVICE}/Weights",
@@ -104,6 +121,12 @@ class Dialler:
             raise Broken(_words(error, CALL_SECONDS)) from None
         finally:
             call.cancel()
+
+    async def forget(self, peer: str) -> None:
+        """Close the connections to a peer, as gRPC would try again every few seconds. A later call makes new ones."""
+        for use in ("exchanges", "greetings", "weights"):
+            if known := self._channels.pop((peer, use), None):
+                await known[1].close(0)
 
     async def close(self) -> None:
         for _, channel in self._channels.values():
@@ -201,7 +224,7 @@ class Listener:
         credentials: Credentials | None,
     ):
         self._node, self._give, self._roster, self._credentials = node, give, roster, credentials
-        self._calls = Counter[str]()
+        self._calls, self._watches = Counter[str](), Counter[str]()
         self._server: grpc.aio.Server | None = None
 
     async def open(self, address: Address) -> int:
@@ -222,6 +245,9 @@ class Listener:
             ),
             "Greet": grpc.unary_unary_rpc_method_handler(
                 self._greet, pb.Greeting.FromString, pb.Status.SerializeToString
+            ),
+            "Watch": grpc.unary_stream_rpc_method_handler(
+                self._watch, pb.WatchRequest.FromString, pb.Status.SerializeToString
             ),
             "Weights": grpc.unary_stream_rpc_method_handler(
                 self._weights, pb.WeightsRequest.FromString, pb.WeightsFrame.SerializeToString
@@ -261,6 +287,27 @@ class Listener:
             except Unfit as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         raise AssertionError
+
+    async def _watch(self, request: pb.WatchRequest, context: Any) -> None:
+        async with self._call(context) as name:
+            pass  # it counts among those that watch, as it lasts
+        if ended := self._node.end_of(name):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, ended)
+        if self._watches[name] >= WATCHES_OF_ONE or self._watches.total() >= WATCHES_OF_ALL:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many dashboards watch it")
+        self._watches[name] += 1
+        stream, roster = _Incoming(context), self._roster()
+        try:
+            with contextlib.suppress(Broken):
+                async with contextlib.aclosing(self._node.watched(request)) as statuses:
+                    async for status in statuses:
+                        await stream.send(status)
+                        if self._roster() is not roster or roster.is_over(name, status.round + 1):
+                            return  # the caller calls again, and is checked again
+        except Unfit as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._watches[name] -= 1
 
     async def _weights(self, request: pb.WeightsRequest, context: Any) -> None:
         stream = _Incoming(context)

@@ -119,6 +119,29 @@ def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run
             wait_for(lambda: sum(met.outcome in ("met", "late") for met in again.met) >= 6)
 
 
+def test_rounds_beyond_the_run_s_end_are_refused_before_anything_is_signed(run, tmp_path):
+    path, keys = run
+    paris = LiveIsland("paris", path, tmp_path, keys / "paris", num_rounds=50)
+    paris.link.open().result()
+    try:
+        for arguments, said in (
+            (["remove", "berlin", "--from_round=51"], "--from_round=51: the run ends after round 50"),
+            (
+                ["invite", "--name=oslo", "--address=h:1", "--from_round=51"],
+                "--from_round=51: the run ends after round 50",
+            ),
+        ):
+            with pytest.raises(UserError, match=said):
+                island([*arguments, f"--keys={keys}"])
+        paris.link.node.view.round = 47
+        with pytest.raises(UserError, match="until round 57 to reach all: give an earlier --from_round=N"):
+            island(["remove", "berlin", f"--keys={keys}"])
+        assert read_members(keys / MEMBERS_FILE, None, (keys / "ca.pem").read_bytes()).version == 1
+        assert island(["remove", "berlin", "--from_round=50", f"--keys={keys}"]) == 0
+    finally:
+        paris.link.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

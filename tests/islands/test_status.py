@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,9 +17,9 @@ from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.commands import open_run
-from noloco_jax.islands.dashboard import COUNTERS, GAUGES, PREFIX, DashboardServer, exposition, values_of
+from noloco_jax.islands.dashboard import COUNTERS, GAUGES, PREFIX, STATE, DashboardServer, exposition
 from noloco_jax.islands.roster import Address
-from noloco_jax.islands.status import Watched, Watcher
+from noloco_jax.islands.watcher import Watcher
 from support.live_island import LiveIsland, training, wait_for
 from support.rosters import on_loopback, with_keys
 from support.training_islands import begin_without
@@ -48,7 +47,7 @@ def served(run) -> Iterator[tuple[DashboardServer, Watcher]]:
     server = DashboardServer(Address("127.0.0.1", 0), watcher)
     watcher.start()
     server.start()
-    wait_for(lambda: [one.get("phase") for one in watcher.to_json()["islands"].values()].count("training") == 2)
+    wait_for(lambda: [one["state"] for one in watcher.to_json()["islands"].values()].count("training") == 2)
     yield server, watcher
     server.close()
     watcher.close()
@@ -69,6 +68,7 @@ def test_the_status_command_shows_who_trains_and_why_others_are_away(run, keys, 
     said = capsys.readouterr().out
     assert re.search(r"paris .*training", said) and re.search(r"berlin .*training", said)
     assert re.search(r"vienna.*away: nobody", said)
+    assert "run test" in said and "2 of 3 islands train, 1 away" in said and "behind" not in said
 
 
 def test_the_page_has_the_figures_of_every_island(served):
@@ -76,8 +76,9 @@ def test_the_page_has_the_figures_of_every_island(served):
     status, content = get(server, "/data.json")
     islands = json.loads(content)["islands"]
     assert status == 200 and islands.keys() == {"paris", "berlin", "vienna"}
-    assert islands["paris"]["phase"] == "training" and islands["paris"]["figures"] == {"loss": 2.5, "perplexity": 12.0}
+    assert islands["paris"]["state"] == "training" and islands["paris"]["figures"] == {"loss": 2.5, "perplexity": 12.0}
     assert islands["vienna"]["away"] == "nobody listens there"
+    wait_for(lambda: any(json.loads(get(server, "/history.json")[1])["islands"].get("paris", {}).get("round", ())))
     assert get(server, "/")[1].startswith(b"<!doctype html>")
     assert get(server, "/../roster.toml")[0] == get(server, "/nothing")[0] == 404
 
@@ -85,36 +86,12 @@ def test_the_page_has_the_figures_of_every_island(served):
 def test_metrics_are_in_prometheus_format_with_all_islands(served):
     server, _ = served
     families = {one.name: one for one in text_string_to_metric_families(get(server, "/metrics")[1].decode())}
-    assert families.keys() == {PREFIX + name for name in (*GAUGES, *COUNTERS)}
+    assert families.keys() == {PREFIX + name for name in (*GAUGES, *COUNTERS, STATE)}
     values = {sample.labels["island"]: sample.value for sample in families[PREFIX + "up"].samples}
     assert values == {"paris": 1.0, "berlin": 1.0, "vienna": 0.0}
+    states = {sample.labels["island"]: sample.labels["state"] for sample in families[PREFIX + STATE].samples}
+    assert states == {"paris": "training", "berlin": "training", "vienna": "away"}
     assert {sample.labels["island"] for sample in families[PREFIX + "training"].samples} == {"paris", "berlin"}
-
-
-def answer(**fields: Any) -> pb.Status:
-    return pb.Status(phase=pb.Status.TRAINING, **fields)
-
-
-def test_an_island_that_stops_answering_is_away_and_leaves_a_gap():
-    watched = Watched()
-    watched.take(answer(round=3, figures={"loss": 1.0}), 1.0)
-    watched.take("no answer in 5 s", 3.0)
-    watched.take(answer(round=9, figures={"loss": math.nan}), 5.0)
-    assert [sample[1] for sample in watched.samples] == [4, None, 10]
-    assert [sample[2] for sample in watched.samples] == [1.0, None, None]
-    watched.take("no answer in 5 s", 7.0)
-    shown = watched.to_json(9.0)
-    assert shown["phase"] == "away" and shown["away"] == "no answer in 5 s" and shown["seconds"] == 4.0
-    assert values_of(shown) == {"up": 0.0, "due": 0, "committed": 0, "one_sided": 0}
-
-
-def test_what_a_hostile_member_tells_is_still_json_and_short():
-    watched = Watched()
-    peers = [pb.Peer(name="x", fault="<script>" * 1000)]
-    watched.take(answer(steps_late=math.nan, figures={"loss": math.inf}, peers=peers, notices=["y" * 9999]), 0.0)
-    text = json.dumps(watched.to_json(1.0), allow_nan=False)
-    assert len(text) < 2000
-    exposition({"run": "r", "islands": {"x": watched.to_json(1.0)}})
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser here: apt-get install chromium")
@@ -124,8 +101,13 @@ def test_a_browser_draws_the_page(served, tmp_path):
     command += ["--disable-background-networking", f"--user-data-dir={tmp_path}", "--virtual-time-budget=8000"]
     done = subprocess.run([*command, "--dump-dom", f"http://{server.address}/"], capture_output=True, text=True)
     assert "Uncaught" not in done.stderr
-    assert "2 of 3 train" in done.stdout and "away: nobody listens there" in done.stdout
+    assert ">test</span></h1>" in done.stdout.replace(' id="run"', "")
+    assert "2 of 3 islands train, 1 away" in done.stdout and "away: nobody listens there" in done.stdout
     assert done.stdout.count("<path") >= 2  # rounds of both
+    for label in ("rounds ended", "nats per token", "time of day"):
+        assert f">{label}</text>" in done.stdout
+    legend = re.search(r'<p class="key">(.*?)</p>', done.stdout)
+    assert legend is not None and re.findall(r"</i>(\w+)", legend[1]) == ["paris", "berlin", "vienna"]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
@@ -133,10 +115,35 @@ def test_no_line_is_drawn_across_missing_data():
     page = (Path(__file__).parents[2] / "noloco_jax/islands/page.html").read_text()
     found = re.search(r"function stretches.*?\n}\n", page, re.DOTALL)
     assert found is not None
-    samples = [[0, 1, 2.0], [2, 2, 1.9], [4, None, None], [6, 4, 1.7], [60, 5, 1.6], [62, 6, None]]
-    program = f"{found.group()} console.log(JSON.stringify(stretches({json.dumps(samples)}, 2, 10)))"
+    times, values = [0, 2, 4, 6, 60, 62], [2.0, 1.9, None, 1.7, 1.6, None]
+    program = f"{found.group()} console.log(JSON.stringify(stretches({json.dumps(times)}, {json.dumps(values)}, 10)))"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [[[0, 2], [2, 1.9]], [[6, 1.7]], [[60, 1.6]]]
+
+
+def test_islands_that_end_keep_their_last_word_on_page_and_in_metrics_and_in_the_status_command(tmp_path, capsys):
+    path, keys = with_keys(on_loopback("paris", "berlin", "rome", run="ends"), tmp_path)
+    paris, berlin, _ = islands = [LiveIsland(name, path, tmp_path, keys / name) for name in ("paris", "berlin", "rome")]
+    watcher = Watcher(open_run(path, keys), every=0.2)
+
+    def states() -> list[str]:
+        return [one["state"] for one in watcher.to_json()["islands"].values()]
+
+    with training(*islands):
+        watcher.start()
+        wait_for(lambda: states() == ["training"] * 3)
+        for one, phase in ((paris, pb.Status.FINISHED), (berlin, pb.Status.LEAVING)):
+            one.link.leave(phase)
+            one.stopping.set()
+            one.join()  # its process ends at once, between two questions
+        wait_for(lambda: states() == ["finished", "left", "training"])
+        wait_for(lambda: not any(one["answers"] for one in list(watcher.to_json()["islands"].values())[:2]))
+        metrics = text_string_to_metric_families(exposition(watcher.to_json()).decode())
+        up = next(family for family in metrics if family.name == PREFIX + "up")
+        assert {sample.labels["island"]: sample.value for sample in up.samples} == {"rome": 1.0}
+        assert island(["status", f"--roster={path}", f"--keys={keys}"]) == 0  # which asks rome about the others
+        assert re.search(r"paris .*finished.*\n.*berlin .*left.*\n.*rome .*training", capsys.readouterr().out)
+    watcher.close()
 
 
 def test_loops_of_users_are_not_merged_by_the_command(run):

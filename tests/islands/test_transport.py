@@ -15,7 +15,7 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import Broken
 from noloco_jax.islands.keys import issue_in, load_keys, make_keys
 from noloco_jax.islands.roster import Address
-from noloco_jax.islands.transport import CALLS_OF_ONE, HANDSHAKE_SECONDS, MAX_BYTES, Dialler
+from noloco_jax.islands.transport import CALLS_OF_ONE, HANDSHAKE_SECONDS, MAX_BYTES, WATCHES_OF_ONE, Dialler
 from support.served import dialler, echoed, keys_in, roster_at, served
 from support.slow_proxy import Link, Proxy
 
@@ -135,6 +135,31 @@ async def test_a_member_has_a_few_calls_at_once(keys):
                 assert await echoed(one, b"x") == b"x"
                 break
             await asyncio.sleep(0.05)
+
+
+async def test_a_member_watches_a_few_times_at_once_and_its_other_calls_are_not_counted_with_them(keys):
+    async with served(keys["paris"]) as (_, port), dialler("berlin", keys["berlin"], port) as one:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(WATCHES_OF_ONE):
+                watch = await stack.enter_async_context(contextlib.aclosing(one.watch("paris", 0.2)))
+                assert [(await anext(watch)).round for _ in range(2)] == [7, 7]
+            with pytest.raises(Broken, match="too many dashboards watch it"):
+                await anext(one.watch("paris", 0.2))
+            assert await echoed(one, b"x") == b"x"
+        again = await retried(lambda: anext(one.watch("paris", 0.2)))
+        assert again.round == 7
+
+
+async def test_who_watches_is_checked_again_once_the_roster_has_changed(keys):
+    async with served(keys["paris"]) as (node, port), dialler("berlin", keys["berlin"], port) as one:
+        watch = one.watch("paris", 0.2)
+        assert (await anext(watch)).round == 7
+        node.roster = node.roster.changed(node.roster.member("rome")._replace(until_round=3))
+        async with asyncio.timeout(60):
+            assert len([status async for status in watch]) <= 2
+        node.roster = node.roster.changed(node.roster.member("berlin")._replace(until_round=8))
+        async with asyncio.timeout(60):
+            assert len([status async for status in one.watch("paris", 0.2)]) <= 1
 
 
 async def test_messages_that_are_too_large_or_inflate_are_refused(keys):

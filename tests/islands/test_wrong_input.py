@@ -99,7 +99,7 @@ def test_a_wrong_flag_of_a_command_is_refused_and_nothing_is_written(arguments, 
 def test_a_dry_run_compiles_and_writes_nothing_and_opens_no_port(config, roster, compiled, capsys):
     with socket.create_server(read_roster(roster).member("paris").address):
         assert island(command(config, roster, "--dry_run")) == 0
-    assert "paris, 1 of 2 of test" in capsys.readouterr().out
+    assert "paris, island 1 of 2 in the run test" in capsys.readouterr().out
     assert compiled == [] and not (roster.parent / "workdir").exists()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ class Echo:
         self.greetings.append(greeting)
         return pb.Status(round=7)
 
+    async def watched(self, request: pb.WatchRequest) -> AsyncGenerator[pb.Status, None]:
+        while True:
+            yield pb.Status(round=7)
+            await asyncio.sleep(request.every_seconds)
+
     async def give(self, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
         if request.last:
             raise Broken("it has not finished")
@@ -69,9 +74,10 @@ class Echo:
 async def served(
     credentials: Credentials | None, node: Any = None, roster: Roster | None = None
 ) -> AsyncIterator[tuple[Any, int]]:
-    """Serve as paris; give the node and the port."""
+    """Serve as paris, by the node's roster; give the node and the port."""
     node = node or Echo()
-    listener = Listener(node, node.give, lambda: roster or roster_at({}), credentials)
+    node.roster = roster or roster_at({})
+    listener = Listener(node, node.give, lambda: node.roster, credentials)
     port = await listener.open(Address("127.0.0.1", 0))
     try:
         yield node, port
