@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains N islands on this machine, which meet over TLS as they would between machines (noloco_jax/island/local.py):
+# Trains N islands on this machine, which meet over TLS as they would between machines (noloco_jax/islands/local.py):
 #
 #     bash launch/islands.sh 4 --config=configs/quickstart.py --workdir=runs/islands
 #

@@ -3,7 +3,7 @@
 #   bash launch/test.sh                      what CI runs
 #   bash launch/test.sh style                only style and types
 #   bash launch/test.sh -m unit              the fast tests; further arguments go to pytest
-#   bash launch/test.sh -n 0 tests/outer     one folder, sequentially in one process
+#   bash launch/test.sh -n 0 tests/optim     one folder, sequentially in one process
 # Another interpreter and environment: PYTHON=python3.12 VENV=.venv312 bash launch/test.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

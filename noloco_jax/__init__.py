@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from noloco_jax.config.config_file import default_config
     from noloco_jax.islands.island import Island
-    from noloco_jax.outer.merged import merged
-    from noloco_jax.outer.neighbours import RandomNeighbours
-    from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
-    from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
+    from noloco_jax.optim.merged import merged
+    from noloco_jax.optim.neighbours import RandomNeighbours
+    from noloco_jax.optim.pairing import ExplicitPairing, RandomPairing
+    from noloco_jax.optim.transforms import diloco, epidemic, noloco, sparseloco
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here, without importing
 __all__ = [
@@ -31,10 +31,10 @@ __all__ = [
 _HOMES = {
     "Island": "islands.island",
     "default_config": "config.config_file",
-    "RandomNeighbours": "outer.neighbours",
-    "merged": "outer.merged",
-    **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "outer.pairing"),
-    **dict.fromkeys(("diloco", "epidemic", "noloco", "sparseloco"), "transforms"),
+    "RandomNeighbours": "optim.neighbours",
+    "merged": "optim.merged",
+    **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "optim.pairing"),
+    **dict.fromkeys(("diloco", "epidemic", "noloco", "sparseloco"), "optim.transforms"),
 }
 
 

@@ -1,6 +1,7 @@
 """List the commands: `python -m noloco_jax`."""
 
 import ast
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _about_commands() -> dict[str, str]:
     """Map each command, `train` first, to the first line of its docstring; nothing is imported."""
     about = {}
-    files = Path(__file__).parent.glob("*/command.py")
-    for file in sorted(files, key=lambda file: (file.parent.name != "train", file.parent.name)):
-        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        about[file.parent.name] = docstring.partition("\n")[0]
+    package = Path(__file__).parent
+    for entry in (package / "train/__main__.py", *sorted(package.glob("[!_]*.py"))):
+        if found := re.search(r'run_command\("noloco_jax\.([\w.]+)"\)', entry.read_text(encoding="utf-8")):
+            file = package / f"{found[1].replace('.', '/')}.py"
+            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            about["train" if entry.stem == "__main__" else entry.stem] = docstring.partition("\n")[0]
     return about
 
 

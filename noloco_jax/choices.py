@@ -9,7 +9,7 @@ from noloco_jax.errors import UserError
 
 
 @dataclass(frozen=True)
-class Choices:
+class Sweep:
     """Values that a field takes in turn, or several fields together.
 
     Attributes:
@@ -25,7 +25,7 @@ class Choices:
         return self.fields[0]
 
 
-def parse_choices(text: str, flag: str) -> Choices:
+def parse_sweep(text: str, flag: str) -> Sweep:
     """Parse "outer.sync_every=25,50" or "num_steps/eval_every=600/150,2400/600"; the configuration checks values."""
     left, equals, right = text.partition("=")
     fields = tuple(left.split("/"))
@@ -38,7 +38,7 @@ def parse_choices(text: str, flag: str) -> Choices:
         raise UserError(f"{flag}={text}: give every choice a value for each of {' and '.join(fields)}")
     if len(set(values)) < len(values):
         raise UserError(f"{flag}={text} has a value twice: give each once")
-    return Choices(fields, values)
+    return Sweep(fields, values)
 
 
 def check_single(field: str) -> None:
@@ -47,7 +47,7 @@ def check_single(field: str) -> None:
         raise unknown_field(field)
 
 
-def check_given_once(choices: Sequence[Choices], flags: str) -> None:
+def check_given_once(choices: Sequence[Sweep], flags: str) -> None:
     """Raise `UserError` if a field is in several choices of these flags."""
     fields = [field for one in choices for field in one.fields]
     for field in fields:
@@ -55,7 +55,7 @@ def check_given_once(choices: Sequence[Choices], flags: str) -> None:
             raise UserError(f"{flags} have {field} twice: give all its values once")
 
 
-def combinations(choices: Sequence[Choices]) -> Iterator[tuple[tuple[Choices, tuple[str, ...]], ...]]:
+def combinations(choices: Sequence[Sweep]) -> Iterator[tuple[tuple[Sweep, tuple[str, ...]], ...]]:
     """Yield every combination of the choices' values, as (choices, value) pairs; the last varies fastest."""
     for values in itertools.product(*(one.values for one in choices)):
         yield tuple(zip(choices, values, strict=True))

@@ -153,7 +153,7 @@ def tell(line: str) -> None:
 
 
 @contextlib.contextmanager
-def told_if_slow(line: str, report: Callable[[str], None] = tell) -> Iterator[None]:
+def log_if_slow(line: str, report: Callable[[str], None] = tell) -> Iterator[None]:
     """Report a line, once, if the body takes more than `SILENT_SECONDS`."""
     timer = threading.Timer(SILENT_SECONDS, report, [line])
     timer.daemon = True

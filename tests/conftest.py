@@ -23,7 +23,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 
 # Folders and files whose tests start no run and compile nothing large: two minutes in all.
 UNIT = (
-    *("cluster/", "config/", "data/", "exchange/", "metrics/", "outer/", "simulate/"),
+    *("cluster/", "config/", "data/", "exchange/", "metrics/", "optim/", "simulate/"),
     *("compare/test_plan", "compare/test_report", "checkpoint/test_digests", "checkpoint/test_record"),
     *("model/test_attention", "model/test_huggingface", "model/test_kind", "model/test_loss", "spmd/test_gradients"),
     *("spmd/test_learning_rates", "spmd/test_mesh", "spmd/test_routing", "tools/test_errors", "tools/test_formatting"),
@@ -31,7 +31,7 @@ UNIT = (
 # Tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.
 GPU = (
     *("model/test_golden", "model/test_attention", "model/test_decode"),
-    *("outer/test_golden", "outer/test_rules", "outer/test_fragments", "outer/test_sparseloco"),
+    *("optim/test_golden", "optim/test_rules", "optim/test_fragments", "optim/test_sparseloco"),
     *(
         "exchange/test_modulo",
         "exchange/test_wire",

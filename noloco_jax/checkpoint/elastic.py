@@ -64,7 +64,7 @@ def restore(saved: Saved, config: TrainConfig, programs: Programs) -> tuple[Trai
     then, now = saved.shape, SavedShape.of(config.model, programs.state)
     check_elastic(config, then)
     if then == now:
-        return programs.at_rest(saved.state(programs.state)), ""
+        return programs.moved_to_rest(saved.state(programs.state)), ""
     state = saved.each(_saved_shapes(config, programs, then), _conversions(config, programs, then))
     if then.num_replicas == now.num_replicas:
         sizes = f"{now.padded_vocab_size} tokens, before {then.padded_vocab_size}"
@@ -116,11 +116,11 @@ def _conversions(config: TrainConfig, programs: Programs, saved: SavedShape) -> 
 
         return jax.jit(converted, out_shardings=sharding)
 
-    def conversion(x: jax.ShapeDtypeStruct, resting: jax.ShapeDtypeStruct):
+    def conversion(x: jax.ShapeDtypeStruct, between_steps: jax.ShapeDtypeStruct):
         convert = program(x.shape, x.sharding)
-        return lambda array: jax.device_put(convert(array), resting.sharding)
+        return lambda array: jax.device_put(convert(array), between_steps.sharding)
 
-    return jax.tree.map(conversion, programs.state, programs.resting)
+    return jax.tree.map(conversion, programs.state, programs.between_steps)
 
 
 def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

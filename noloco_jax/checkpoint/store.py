@@ -17,7 +17,7 @@ from noloco_jax.checkpoint.saved import ITEMS, Saved, SavedShape
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import TrainConfig
-from noloco_jax.errors import TransientError, UserError, described, tell, told_if_slow
+from noloco_jax.errors import TransientError, UserError, described, log_if_slow, tell
 from noloco_jax.files import check_name, is_full_disk
 from noloco_jax.spmd.programs import TrainState
 
@@ -252,7 +252,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until everything saved is on disk."""
         report = tell if jax.process_index() == 0 else lambda line: None
-        with self._saving(), told_if_slow(f"waiting until checkpoints are in {self._folder}", report):
+        with self._saving(), log_if_slow(f"waiting until checkpoints are in {self._folder}", report):
             self._manager.wait_until_finished()
             self._manager.close()
 

@@ -53,7 +53,7 @@ def use_cpu_cores(config: "TrainConfig", num_processes: int = 1) -> None:
         return
     import jax
 
-    from noloco_jax.methods import has_delay
+    from noloco_jax.optim.methods import has_delay
 
     cores = len(usable_cores())
     count = num_cpu_devices(config.mesh, config.num_replicas, cores, num_processes)

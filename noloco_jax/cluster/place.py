@@ -17,7 +17,7 @@ _DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessRank:
     """Arguments of `jax.distributed.initialize`; it finds those that are None.
 
     Attributes:
@@ -45,7 +45,7 @@ def define_flags(parser: ArgumentParser) -> None:
     )
 
 
-def find_place(flags: Namespace, environment: Mapping[str, str]) -> Place | None:
+def find_rank(flags: Namespace, environment: Mapping[str, str]) -> ProcessRank | None:
     """Find the place of this process; None if it is alone.
 
     Args:
@@ -74,7 +74,7 @@ def find_place(flags: Namespace, environment: Mapping[str, str]) -> Place | None
         raise UserError(f"--process_id={process_id} is not between 0 and --num_processes={num_processes} less one")
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise UserError(f"--coordinator={coordinator} is not HOST:PORT: give the address of process 0 and a free port")
-    return Place(coordinator, num_processes, process_id, _local_devices(environment), launched)
+    return ProcessRank(coordinator, num_processes, process_id, _local_devices(environment), launched)
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the key-value store that processes share has no public name
 
-from noloco_jax.cluster.place import Place
+from noloco_jax.cluster.place import ProcessRank
 from noloco_jax.cluster.processes import is_of_exchange
 from noloco_jax.config import flatten
 from noloco_jax.errors import INTERRUPTED, TransientError, UserError, report, tell
@@ -28,7 +28,7 @@ _abort_handlers: list[object] = []  # called by C: kept from the garbage collect
 
 
 @contextlib.contextmanager
-def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> Iterator[int]:
+def joined(place: ProcessRank | None, config: Mapping[str, Any], timeout: float) -> Iterator[int]:
     """Run the body as one of the run's processes, connected by `jax.distributed`; gives their number.
 
     An error in one process ends it at once, without JAX's farewell, in which it would wait for the others while they
@@ -79,7 +79,7 @@ def _report(error: BaseException, here: str) -> int:
     return report(error)
 
 
-def _connect(place: Place, timeout: float) -> str:
+def _connect(place: ProcessRank, timeout: float) -> str:
     """Connect all processes; return this one's number and host, in parentheses, for messages."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     end_with_status_on_abort(

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 from noloco_jax.config.build import known_fields, to_dict
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import NAME, field_at, flatten
-from noloco_jax.methods import METHODS
-from noloco_jax.wires import MODULO_BITS
+from noloco_jax.optim.methods import METHODS
+from noloco_jax.optim.wire_sizes import MODULO_BITS
 
 OnResume = Literal["must match", "may change", "free"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
 from noloco_jax.config.schema import FieldInfo, field_at, flatten, shown
 from noloco_jax.errors import Mistakes, UserError
-from noloco_jax.methods import METHODS
+from noloco_jax.optim.methods import METHODS
 
 LARGEST_INT = 2**31 - 1
 _KIND = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

@@ -9,8 +9,8 @@ Names and meanings are part of the public interface: `--config.outer.sync_every=
 from dataclasses import MISSING, dataclass, replace
 
 from noloco_jax.config.schema import NO_ENTRIES, Entries, setting
-from noloco_jax.methods import METHODS
-from noloco_jax.wires import WIRES
+from noloco_jax.optim.methods import METHODS
+from noloco_jax.optim.wire_sizes import WIRES
 
 
 @dataclass(frozen=True)

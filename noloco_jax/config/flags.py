@@ -21,7 +21,7 @@ from noloco_jax.config.config_file import bundled_names, read_config_file
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import NAME, FieldInfo, shown
 from noloco_jax.errors import Mistakes, UserError
-from noloco_jax.methods import METHOD_FIELDS
+from noloco_jax.optim.methods import METHOD_FIELDS
 
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}

@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from typing import Any, NamedTuple, Protocol
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import NOT_YET_SECONDS, PIECE_BYTES, Broken, Unfit
+from noloco_jax.islands.exchange import NOT_YET_SECONDS, PIECE_BYTES, ConnectionLost, ProtocolError
 from noloco_jax.islands.interfaces import Network
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.peers import ENDED, FINISHED, MAX_ROUND
-from noloco_jax.islands.view import View
+from noloco_jax.islands.view import PeerTable
 
 REACH_SECONDS = 5.0  # behind by more than these and the patience: catch up
 STUCK_SECONDS = 3.0  # behind by more than the patience, and no closer for as long: catch up
@@ -64,7 +64,7 @@ class State(Protocol):
         ...
 
     async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
-        """Return a received state; raise `Unfit` where it is not finite, or far from the own weights."""
+        """Return a received state; raise `ProtocolError` where it is not finite, or far from the own weights."""
         ...
 
     def take_state(self, state: CaughtUp) -> None:
@@ -72,11 +72,11 @@ class State(Protocol):
         ...
 
 
-async def give(node: View, state: State, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
-    """Yield the frames for a peer or a command; raise `Broken` where there are no weights to give."""
+async def give(node: PeerTable, state: State, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+    """Yield the frames for a peer or a command; raise `ConnectionLost` where there are no weights to give."""
     has_last = node.phase in FINISHED
     if not has_last and (request.last or node.phase != pb.Status.TRAINING):
-        raise Broken("it has no weights to give yet" if node.phase not in ENDED else "it leaves")
+        raise ConnectionLost("it has no weights to give yet" if node.phase not in ENDED else "it leaves")
     if request.position:
         locating = asyncio.ensure_future(state.position())
         async for frame in _until_done(locating):
@@ -121,12 +121,12 @@ async def receive_into(
     async with contextlib.aclosing(network.weights(donor, request)) as frames:
         offered = await _next_frame(frames, "offer")
         if offered.num_bytes != size or not -1 <= offered.round < MAX_ROUND:
-            raise Unfit(f"weights of {offered.num_bytes} bytes, where {size} are needed")
+            raise ProtocolError(f"weights of {offered.num_bytes} bytes, where {size} are needed")
         missing = size
         while missing:
             piece = (await _next_frame(frames, "piece")).data
             if len(piece) != min(PIECE_BYTES, missing):
-                raise Unfit(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
+                raise ProtocolError(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
             missing -= len(piece)
             write(piece)
     return offered.round
@@ -137,12 +137,12 @@ async def locate(network: Network, donor: str) -> pb.Position:
     async with contextlib.aclosing(network.weights(donor, pb.WeightsRequest(position=True))) as frames:
         position = await _next_frame(frames, "position")
     if not -1 <= position.round < MAX_ROUND or position.step >= MAX_ROUND:
-        raise Unfit("weights of an impossible round")
+        raise ProtocolError("weights of an impossible round")
     return position
 
 
 async def _next_frame(frames: AsyncIterator[pb.WeightsFrame], kind: str) -> Any:
-    """Return the content of the next frame; raise `Unfit` where it is of another kind."""
+    """Return the content of the next frame; raise `ProtocolError` where it is of another kind."""
     frame = pb.WeightsFrame(not_yet=pb.NotYet())
     try:
         async with asyncio.timeout(GIVE_SECONDS):
@@ -150,15 +150,15 @@ async def _next_frame(frames: AsyncIterator[pb.WeightsFrame], kind: str) -> Any:
                 async with asyncio.timeout(SILENT_DONOR_SECONDS):
                     frame = await anext(frames)
     except TimeoutError:
-        raise Broken(f"no answer in {SILENT_DONOR_SECONDS:g} s") from None
+        raise ConnectionLost(f"no answer in {SILENT_DONOR_SECONDS:g} s") from None
     except StopAsyncIteration:
-        raise Broken("it ended the call early") from None
+        raise ConnectionLost("it ended the call early") from None
     if frame.WhichOneof("kind") != kind:
-        raise Unfit(f"{frame.WhichOneof('kind')} in the place of {kind}")
+        raise ProtocolError(f"{frame.WhichOneof('kind')} in the place of {kind}")
     return getattr(frame, kind)
 
 
-def sample(node: View, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:
+def sample(node: PeerTable, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:
     """Return peers to ask, at random, those in `last` only if others are few."""
     names = sorted(node.peers)
     random.Random(f"{node.name} {node.incarnation} {node.round} {len(last)}").shuffle(names)
@@ -235,7 +235,7 @@ class CatchUp:
                 position, others = await asyncio.gather(locate(node.network, name), node.ask([*sample(node), name]))
                 self._check(position, others)
                 state = await self._state.received(data, position)
-            except (Broken, Unfit) as error:
+            except (ConnectionLost, ProtocolError) as error:
                 node.tell(f"takes no weights from {name}: {error}")
                 continue
             self._adopt(name, state.round, position.has_averaged)
@@ -254,16 +254,16 @@ class CatchUp:
         return sorted(names, key=lambda name: not found[name].has_averaged)
 
     def _check(self, position: pb.Position, statuses: dict[str, pb.Status]) -> None:
-        """Raise `Unfit` for a position that a run cannot be at, or that is far from where the others are by now."""
+        """Raise `ProtocolError` for a position that a run cannot be at, or that is far from where most are by now."""
         node = self._node
         if position.round < 0 or not node.fits(position.round, position.step):
-            raise Unfit(f"step {position.step} after round {position.round + 1}, which do not belong together")
+            raise ProtocolError(f"step {position.step} after round {position.round + 1}, which do not belong together")
         if position.round <= node.round:
-            raise Unfit("weights that are no newer")
+            raise ProtocolError("weights that are no newer")
         if found := with_weights(statuses.values()):
             median, reach = self._median(found)
             if position.round > median + reach:
-                raise Unfit(f"weights of round {position.round + 1}, where most are at {median + 1}")
+                raise ProtocolError(f"weights of round {position.round + 1}, where most are at {median + 1}")
 
     def _median(self, found: Iterable[pb.Status]) -> tuple[int, float]:
         """Return the median round, and how far from it an island still is near."""

@@ -13,9 +13,9 @@ import numpy as np
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CATCH_UP, GIVE_SECONDS, CaughtUp
 from noloco_jax.islands.checked_mean import FAR_WEIGHTS, Arrays, apart
-from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.payload import EXACT, StateForms, pack
-from noloco_jax.islands.view import View
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
+from noloco_jax.islands.payload import EXACT, StateCodec, pack
+from noloco_jax.islands.view import PeerTable
 
 _KEPT_SECONDS = 15.0  # for which encoded weights serve further requests: peers that merge ask at the same time
 
@@ -47,8 +47,8 @@ class Copies:
 
     def __init__(
         self,
-        node: View,
-        forms: StateForms,
+        node: PeerTable,
+        forms: StateCodec,
         run: Callable[..., Awaitable[Any]],
         take_state: Callable[[CaughtUp], None],
     ):
@@ -115,7 +115,7 @@ class Copies:
             async with asyncio.timeout(GIVE_SECONDS):
                 return await wanted.given
         except TimeoutError:
-            raise Broken(f"its training gave no copy of the weights in {GIVE_SECONDS:g} s") from None
+            raise ConnectionLost(f"its training gave no copy of the weights in {GIVE_SECONDS:g} s") from None
         finally:
             with self._lock:
                 self._wanted = [one for one in self._wanted if one.given is not wanted.given]
@@ -126,9 +126,9 @@ class Copies:
 
 
 def _check_distance(own: Arrays, others: Arrays) -> None:
-    """Raise `Unfit` for weights far from the own ones."""
+    """Raise `ProtocolError` for weights far from the own ones."""
     if not (distance := apart(own, others)) <= FAR_WEIGHTS:
-        raise Unfit(f"weights {distance:.3g} times their norm away from the own ones")
+        raise ProtocolError(f"weights {distance:.3g} times their norm away from the own ones")
 
 
 def _resolve(future: "asyncio.Future[Given]", given: Given) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.commands import open_run
+from noloco_jax.islands.ask import open_run
 from noloco_jax.islands.roster import Address, parse_address
 from noloco_jax.islands.standing import AWAY, TRAINING
 from noloco_jax.islands.watcher import Watcher

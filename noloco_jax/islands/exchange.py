@@ -31,11 +31,11 @@ NOT_YET_SECONDS = 4.0  # between two `NotYet`
 MAX_TOKENS = 2**48
 
 
-class Broken(Exception):
+class ConnectionLost(Exception):
     """End of a call without an answer: the peer is away, stopped, or the network is down."""
 
 
-class Unfit(Exception):
+class ProtocolError(Exception):
     """A frame or a message that no honest peer sends."""
 
 
@@ -155,15 +155,15 @@ class Attempt:
             await send(stream, pb.Frame(not_yet=pb.NotYet()))
 
     async def judge(self, tokens: int) -> float:
-        """Decode the partner's message and return its factor; raise `Unfit` for no message at all."""
+        """Decode the partner's message and return its factor; raise `ProtocolError` for no message at all."""
         try:
             read: Read = await self._run(self._codec.read, self.own, tuple(self._theirs))
         except (ValueError, TypeError, IndexError, ArithmeticError) as error:
             self.forget()
-            raise Unfit(f"a message that cannot be decoded: {error}") from None
+            raise ProtocolError(f"a message that cannot be decoded: {error}") from None
         if not read.norm <= LARGEST * self.norm or not math.isfinite(read.difference):  # NaN neither
             self.forget()
-            raise Unfit(f"a message of norm {read.norm:.3g}, where the own one has {self.norm:.3g}")
+            raise ProtocolError(f"a message of norm {read.norm:.3g}, where the own one has {self.norm:.3g}")
         self.weight = tokens / (tokens + self.tokens)
         self.read, self.size = read, self.weight * read.difference
         self.factor = self._bound(self.size)
@@ -206,7 +206,7 @@ async def offer(
     await side.swap(stream, accept.num_held)
     try:
         own = await side.judge(accept.tokens)
-    except Unfit:
+    except ProtocolError:
         await send(stream, pb.Frame(received=pb.Received(good=False)))
         raise
     hold()
@@ -226,7 +226,7 @@ async def answer(
       side: the own part.
       commit: maps the partner's factor to the own one, and commits.
 
-    Raises `Broken` and `Unfit` as `offer`.
+    Raises `ConnectionLost` and `ProtocolError` as `offer`.
     """
     side.meet(hello.incarnation)
     accept.num_held = side.num_held
@@ -235,16 +235,16 @@ async def answer(
     await side.judge(hello.tokens)
     received = await _receive_next(stream, "received")
     if not received.good:
-        raise Broken("it refuses this island's message")
+        raise ConnectionLost("it refuses this island's message")
     own = commit(checked_factor(received.factor))
     await send(stream, pb.Frame(commit=pb.Commit(factor=own)))
 
 
 async def receive_hello(stream: Stream) -> pb.Hello:
-    """Return the first frame of a call; raise `Broken` where none comes, or another one."""
+    """Return the first frame of a call; raise `ConnectionLost` where none comes, or another one."""
     frame = await _receive(stream)
     if frame.WhichOneof("kind") != "hello":
-        raise Broken("it begins without a Hello")
+        raise ConnectionLost("it begins without a Hello")
     return frame.hello
 
 
@@ -260,36 +260,36 @@ async def hold_until(ready: Awaitable[None], stream: Stream) -> None:
 
 
 def checked_factor(factor: float) -> float:
-    """Return a partner's factor; raise `Unfit` where it is none. NaN is none."""
+    """Return a partner's factor; raise `ProtocolError` where it is none. NaN is none."""
     if not 0.0 <= factor <= 1.0:
-        raise Unfit(f"a factor of {factor}")
+        raise ProtocolError(f"a factor of {factor}")
     return factor
 
 
 def check_tokens(tokens: int) -> None:
-    """Raise `Unfit` for a weight that no round has."""
+    """Raise `ProtocolError` for a weight that no round has."""
     if not 0 < tokens <= MAX_TOKENS:
-        raise Unfit(f"a round of {tokens} tokens")
+        raise ProtocolError(f"a round of {tokens} tokens")
 
 
 async def _receive_pieces(stream: Stream, pieces: list[bytes], size: int, piece_bytes: int) -> None:
-    """Receive a part; raise `Unfit` as soon as it is not of its size. `pieces` has those that came in earlier calls."""
+    """Receive a part; raise `ProtocolError` once it is not of its size. `pieces` has those of earlier calls."""
     missing = size - sum(map(len, pieces))
     while missing:
         piece = (await _receive_next(stream, "piece")).data
         if len(piece) != min(piece_bytes, missing):  # small ones, slowly, would hold this island for as long
-            raise Unfit(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
+            raise ProtocolError(f"a piece of {len(piece)} bytes, where {missing} of {size} are missing")
         missing -= len(piece)
         pieces.append(piece)
 
 
 async def send(stream: Any, frame: Any) -> None:
-    """Send a frame; raise `Broken` where the peer takes nothing."""
+    """Send a frame; raise `ConnectionLost` where the peer takes nothing."""
     try:
         async with asyncio.timeout(SILENT_SECONDS):
             await stream.send(frame)
     except TimeoutError:
-        raise Broken(f"takes nothing for {SILENT_SECONDS:g} s") from None
+        raise ConnectionLost(f"takes nothing for {SILENT_SECONDS:g} s") from None
 
 
 async def _receive(stream: Stream) -> pb.Frame:
@@ -297,11 +297,11 @@ async def _receive(stream: Stream) -> pb.Frame:
         async with asyncio.timeout(SILENT_SECONDS):
             return await stream.receive()
     except TimeoutError:
-        raise Broken(f"no answer in {SILENT_SECONDS:g} s") from None
+        raise ConnectionLost(f"no answer in {SILENT_SECONDS:g} s") from None
 
 
 async def _receive_next(stream: Stream, kind: str) -> Any:
-    """Return the content of the next frame but for signs of life; raise `Unfit` where it is of another kind."""
+    """Return the content of the next frame but for signs of life; raise `ProtocolError` where it is of another kind."""
     while (frame := await _receive(stream)).WhichOneof("kind") == "not_yet":
         pass
     return getattr(_expect(frame, kind), kind)
@@ -309,5 +309,5 @@ async def _receive_next(stream: Stream, kind: str) -> Any:
 
 def _expect(frame: pb.Frame, kind: str) -> pb.Frame:
     if frame.WhichOneof("kind") != kind:
-        raise Unfit(f"{frame.WhichOneof('kind')} in the place of {kind}")
+        raise ProtocolError(f"{frame.WhichOneof('kind')} in the place of {kind}")
     return frame

@@ -15,7 +15,7 @@ import numpy as np
 from noloco_jax.formatting import format_bytes
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import receive_into
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.exchange import ConnectionLost
 from noloco_jax.islands.interfaces import Network
 from noloco_jax.islands.payload import EXACT, ArraySpec, unpack
 
@@ -84,7 +84,7 @@ async def fetch(
                 await asyncio.wait([receiving], timeout=more)
             if not receiving.done():
                 came = f"{format_bytes(spool.num_bytes)} of {format_bytes(size)}" if spool.num_bytes else "nothing"
-                raise Broken(f"of its weights {came} came in {now() - started:.3g} s")
+                raise ConnectionLost(f"of its weights {came} came in {now() - started:.3g} s")
             round = receiving.result()
         finally:
             receiving.cancel()

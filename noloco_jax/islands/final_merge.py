@@ -15,8 +15,8 @@ import numpy as np
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.checked_mean import Arrays, checked_mean
-from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.network import Link
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
+from noloco_jax.islands.network import NetworkThread
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.spmd.first_process import from_first_process, to_first_process
 from noloco_jax.spmd.programs import TrainState
@@ -91,7 +91,7 @@ class FinalMerge:
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in likes]
         return state._replace(params=structure.unflatten(from_first_process(mean, specs)))
 
-    async def _mean(self, link: Link, peers: Sequence[str], own: list[np.ndarray]) -> list[np.ndarray]:
+    async def _mean(self, link: NetworkThread, peers: Sequence[str], own: list[np.ndarray]) -> list[np.ndarray]:
         """Return the checked mean of the own weights and the peers'; the own ones if nobody's are left."""
         if peers:
             self._report(
@@ -115,7 +115,7 @@ class FinalMerge:
         self._report(f"merged model: the mean of {len(merged)} of {len(names)} islands{without}")
         return mean.arrays
 
-    async def _fetch(self, link: Link, name: str) -> Arrays | str:
+    async def _fetch(self, link: NetworkThread, name: str) -> Arrays | str:
         """Return a peer's weights, or why they cannot be had."""
         now = asyncio.get_running_loop().time
         started = now()
@@ -123,9 +123,9 @@ class FinalMerge:
             left = max(started + self._seconds - now(), 0.0)
             try:
                 return await link.fetch(name, left, self._seconds)
-            except (Unfit, OSError) as error:
+            except (ProtocolError, OSError) as error:
                 return str(error)
-            except Broken as error:
+            except ConnectionLost as error:
                 limit = self._seconds if link.unmerged([name]) else min(self._seconds, _GONE_SECONDS)
                 if now() - started >= limit:
                     return str(error)

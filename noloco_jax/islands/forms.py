@@ -47,7 +47,7 @@ def summary(arrays: PyTree) -> str:
     return f"norm {norm:.3g} and sum {total / (norm or 1.0):.2f} x norm"
 
 
-class Form:
+class TreeSpec:
     """Structure, shapes, dtypes and places of a tree of arrays, numbers and random keys; it keeps none of them.
 
     Args:

@@ -46,7 +46,7 @@ class Plan:
     num_rounds: int = 0
 
 
-class Met(NamedTuple):
+class RoundOutcome(NamedTuple):
     """Outcome of a round's message.
 
     Attributes:
@@ -86,7 +86,7 @@ class Read(NamedTuple):
 
 
 class Codec(Protocol):
-    """Form of messages. `own` is the message as the training gave it. These methods may take long: see `World.run`."""
+    """Form of messages. `own` is a message as the training gave it. Methods may take long: `TrainerCallbacks.run`."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -101,7 +101,7 @@ class Codec(Protocol):
 
 
 class Stream(Protocol):
-    """One call with a peer. Both methods raise `Broken` once it has ended."""
+    """One call with a peer. Both methods raise `ConnectionLost` once it has ended."""
 
     async def send(self, frame: pb.Frame) -> None: ...
 
@@ -109,7 +109,7 @@ class Stream(Protocol):
 
 
 class Network(Protocol):
-    """Calls to other islands. They raise `Broken`, with the reason in words."""
+    """Calls to other islands. They raise `ConnectionLost`, with the reason in words."""
 
     def exchange(self, peer: str) -> AbstractAsyncContextManager[Stream]: ...
 
@@ -124,7 +124,7 @@ class Network(Protocol):
         ...
 
 
-class World(Protocol):
+class TrainerCallbacks(Protocol):
     """The training, as the protocol sees it."""
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -135,7 +135,7 @@ class World(Protocol):
         """Apply the correction that `correct` computes, between two later inner steps."""
         ...
 
-    def outcome(self, met: Met) -> None: ...
+    def outcome(self, met: RoundOutcome) -> None: ...
 
     def tell(self, line: str) -> None: ...
 

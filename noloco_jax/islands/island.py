@@ -21,7 +21,7 @@ from noloco_jax.islands.interfaces import PATIENCE
 from noloco_jax.islands.keys import open_membership
 from noloco_jax.islands.link_advice import settings_that_fit
 from noloco_jax.islands.membership import incarnation_of, write_incarnation
-from noloco_jax.islands.network import Link, LinkPlan
+from noloco_jax.islands.network import NetworkPlan, NetworkThread
 from noloco_jax.islands.own_outer import checked_pairing, identity_of
 from noloco_jax.islands.own_state import OwnState
 from noloco_jax.islands.partners import partner_by
@@ -30,7 +30,7 @@ from noloco_jax.islands.roster import Roster, parse_address
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.metrics.finite import is_finite
-from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.spmd.programs import TrainState
 
 PyTree = Any
@@ -107,7 +107,7 @@ class Island:
         self._samples, self._save_every, self._keep = samples_per_step, save_every, keep
         self._linger, self._log_every, self._report = linger, log_every, report
         self._lock = WorkdirLock(self._workdir)
-        self._link: Link | None = None
+        self._link: NetworkThread | None = None
         self._checkpoints: OwnCheckpoints | None = None
         self._seconds_before = 0.0
         self._finished = self._was_removed = self._is_over = False
@@ -158,7 +158,7 @@ class Island:
         is_first = saved is None and self._roster.member(self._name).id < self._roster.num_founders
         incarnation, began_before = incarnation_of(self._workdir)
         first_weights = summary(state.params) if is_first and not began_before else ""
-        plan = LinkPlan(
+        plan = NetworkPlan(
             name=self._name,
             roster=self._roster,
             credentials=self._credentials,
@@ -177,7 +177,7 @@ class Island:
             advice=partial(settings_that_fit, own.solo.wire.name, int(schedule.sync_every), prefix=""),
             listen=self._listen,
         )
-        self._link = link = Link(plan, self._report)
+        self._link = link = NetworkThread(plan, self._report)
         opened = link.open()
         outer_steps = IslandSteps(link, own.compiled(), own.from_peer, lambda step: schedule.sync_every * self._samples)
         opened.result()

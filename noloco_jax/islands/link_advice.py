@@ -2,14 +2,14 @@
 
 import math
 
-from noloco_jax.wires import WIRES, block_bytes, block_of
+from noloco_jax.optim.wire_sizes import WIRES, block_bytes, block_of
 
 
 def settings_that_fit(wire: str, sync_every: int, share: float, prefix: str = "outer.") -> str:
     """Return the settings with which a link carries all messages, for people.
 
     Args:
-      wire: format of messages, in `noloco_jax.wires`.
+      wire: format of messages, in `noloco_jax.optim.wire_sizes`.
       sync_every: inner steps between two messages of a fragment.
       share: of the messages that the link carries, above 0.
       prefix: of the settings' names.

@@ -20,18 +20,18 @@ from noloco_jax.islands.bounds import FAR_IN_A_ROW, Bounds, agreed
 from noloco_jax.islands.exchange import (
     SILENT_SECONDS,
     Attempt,
-    Broken,
+    ConnectionLost,
+    ProtocolError,
     Refused,
-    Unfit,
     answer,
     hold_until,
     offer,
     receive_hello,
     send,
 )
-from noloco_jax.islands.interfaces import PATIENCE, Met, Stream
+from noloco_jax.islands.interfaces import PATIENCE, RoundOutcome, Stream
 from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_hello, check_timing
-from noloco_jax.islands.view import View
+from noloco_jax.islands.view import PeerTable
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is dialled again
 BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
@@ -110,7 +110,7 @@ class Meetings:
       unapplied: rounds whose corrections are delivered, and not yet in the messages that the training makes.
     """
 
-    def __init__(self, node: View, saved: Mapping[str, Any] | None):
+    def __init__(self, node: PeerTable, saved: Mapping[str, Any] | None):
         self.node = node
         self.due = self.committed = 0
         self.one_sided: int = saved["one_sided"] + saved["unresolved"] if saved else 0
@@ -230,13 +230,13 @@ class Meetings:
                         peer.wrong = refused.answer.text[:300]
                     self._end(meeting, refused.answer.text[:100], refused.answer.reason == pb.No.OVER_BEFORE)
                     return
-            except Unfit as error:
+            except ProtocolError as error:
                 self._broken(peer, error)
-            except Broken as error:
+            except ConnectionLost as error:
                 self._log_silence(peer, str(error))
             else:
                 if meeting.state is not State.UNSURE:  # a Done for what was never received
-                    self._broken(peer, Unfit("a commit that was not due"))
+                    self._broken(peer, ProtocolError("a commit that was not due"))
                 else:
                     self._commit(meeting, theirs)
                     return
@@ -279,7 +279,7 @@ class Meetings:
         peer = node.peers.get(name)
         try:
             check_hello(hello)
-        except Unfit as error:
+        except ProtocolError as error:
             if peer is not None:
                 self._broken(peer, error)
             return
@@ -318,14 +318,14 @@ class Meetings:
 
         def commit(theirs: float) -> float:
             if meeting.task is not this:
-                raise Broken("the round is over here")
+                raise ConnectionLost("the round is over here")
             self._finished[name, hello.incarnation, hello.round] = attempt.factor
             self._commit(meeting, theirs)
             return attempt.factor
 
         try:
             await answer(stream, accept, hello, attempt, commit)
-        except Unfit as error:
+        except ProtocolError as error:
             self._broken(node.peers[name], error)
         finally:
             if meeting.task is this:
@@ -372,7 +372,7 @@ class Meetings:
         self._leave_out(peer, meeting.bound == 0.0)
         late = node.world.num_steps - meeting.steps
         lag = node.round - meeting.round
-        met = Met(meeting.round, peer.name, "late" if lag else "met", lag, factor=factor, steps_late=late)
+        met = RoundOutcome(meeting.round, peer.name, "late" if lag else "met", lag, factor=factor, steps_late=late)
         if peer.left_out:
             reason = "its weights are far away, and nothing is taken from it"
             node.world.outcome(met._replace(outcome="alone", reason=reason, factor=0.0, one_sided=True))
@@ -394,7 +394,7 @@ class Meetings:
         node, one_sided = self.node, one_sided or meeting.state is State.UNSURE
         self.one_sided += one_sided
         self._close(meeting)
-        node.world.outcome(Met(meeting.round, meeting.partner, "alone", reason=reason, one_sided=one_sided))
+        node.world.outcome(RoundOutcome(meeting.round, meeting.partner, "alone", reason=reason, one_sided=one_sided))
         if node.pace.has_paused_in_vain and not self._told_unequal:
             self._told_unequal = True
             node.tell(
@@ -415,7 +415,7 @@ class Meetings:
         the run drifts apart or this island was alone, and taking nothing from the others would make either worse.
         """
         if (meeting := self._open.get(round)) is None:
-            raise Broken("the round is over here")
+            raise ConnectionLost("the round is over here")
         meeting.damping = _damping(meeting.lacks)
         meeting.bound = factor = self._bounds.factor(size, meeting.attempt.norm)
         peer = self.node.peers[meeting.partner]
@@ -448,7 +448,7 @@ class Meetings:
             )
         peer.left_out = leaves_out
 
-    def _broken(self, peer: Peer, error: Unfit) -> None:
+    def _broken(self, peer: Peer, error: ProtocolError) -> None:
         """Count a broken message; leave the peer out for a while after several in a row."""
         peer.broken += 1
         self.node.tell_of(peer.name, "broken", f"{peer.name} sent {error}: it is refused")

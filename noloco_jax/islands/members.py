@@ -8,7 +8,7 @@ from pathlib import Path
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.commands import Found, Run, discover, open_run
+from noloco_jax.islands.ask import Found, RosterAndKeys, discover, open_run
 from noloco_jax.islands.keys import AUTHORITY, AUTHORITY_KEY, authority_key, issue_in, make_keys, signing_alone
 from noloco_jax.islands.roster import (
     MEMBERS_FILE,
@@ -132,7 +132,7 @@ def _check_days(days: int) -> None:
         raise UserError(f"--days={days}: give 1 to 3650, the days that the authority itself is valid")
 
 
-def _signing_run(folder: Path) -> Run:
+def _signing_run(folder: Path) -> RosterAndKeys:
     """Return the run of a whole folder of keys; raise `UserError` where it cannot sign for it."""
     if not (folder / AUTHORITY_KEY).exists():
         raise UserError(f"{folder / AUTHORITY_KEY} is missing: give the folder that `island keys` made, with this key")
@@ -145,7 +145,7 @@ def _signing_run(folder: Path) -> Run:
     return open_run(folder / MEMBERS_FILE, folder)
 
 
-def _publish(folder: Path, run: Run, roster: Roster) -> Roster:
+def _publish(folder: Path, run: RosterAndKeys, roster: Roster) -> Roster:
     """Sign a roster, keep it with the keys, tell it to all islands, and return it."""
     signed = roster if roster.document else roster.signed(authority_key(folder))
     write_members(folder / MEMBERS_FILE, signed)

@@ -25,9 +25,9 @@ from noloco_jax.data import RunData, Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.ask import RosterAndKeys, ask_all, open_run
 from noloco_jax.islands.checked_mean import checked_mean
-from noloco_jax.islands.commands import Run, ask_all, open_run
-from noloco_jax.islands.exchange import Broken, Unfit
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.fetch import Spool, fetch
 from noloco_jax.islands.membership import ISLAND_FILE, common_values
 from noloco_jax.islands.payload import pack, specs_of
@@ -52,7 +52,7 @@ class Source:
       config: the configuration of their run.
       check_tokenizer: raises `UserError` for a tokenizer other than theirs.
       parts: island -> coroutine function that returns its weights, in the order of the parameters' leaves, and its last
-        round, or raises `Broken` or `Unfit`.
+        round, or raises `ConnectionLost` or `ProtocolError`.
       away: islands whose weights cannot be had -> the reason.
     """
 
@@ -135,7 +135,9 @@ async def _merged(flags: argparse.Namespace, folder: Path) -> tuple[TrainConfig,
         return config, tokenizer, await mean_of(without(source, flags.without), print, flags.at_least)
 
 
-async def of_live_islands(run: Run, dialler: Dialler, ask_seconds: float, seconds: float, folder: Path) -> Source:
+async def of_live_islands(
+    run: RosterAndKeys, dialler: Dialler, ask_seconds: float, seconds: float, folder: Path
+) -> Source:
     """Ask all members of a run for what they train.
 
     Args:
@@ -266,7 +268,7 @@ async def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1
         _check_number(len(found) + len(source.parts) - number, at_least, away)  # fail before time is spent on the next
         try:
             found[name], rounds[name] = await get()
-        except (Broken, Unfit) as error:
+        except (ConnectionLost, ProtocolError) as error:
             leave_out(name, str(error))
             continue
         tell(f"{name}: weights after {'no round' if rounds[name] < 0 else f'round {rounds[name] + 1}'}")

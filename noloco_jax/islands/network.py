@@ -23,13 +23,13 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give
 from noloco_jax.islands.copies import Copies
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.exchange import ConnectionLost
 from noloco_jax.islands.fetch import fetch
-from noloco_jax.islands.interfaces import Met, Plan
+from noloco_jax.islands.interfaces import Plan, RoundOutcome
 from noloco_jax.islands.keys import Credentials, expiry_warning
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
-from noloco_jax.islands.payload import Message, StateForms
+from noloco_jax.islands.payload import Message, StateCodec
 from noloco_jax.islands.roster import MEMBERS_FILE, Address, Roster, parse_document, write_members
 from noloco_jax.islands.start import admit, begin
 from noloco_jax.islands.transport import Dialler, Listener
@@ -45,7 +45,7 @@ class Correction(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkPlan(Plan):
+class NetworkPlan(Plan):
     """Facts of an island that the network needs as well.
 
     Attributes:
@@ -59,7 +59,7 @@ class LinkPlan(Plan):
     """
 
     credentials: Credentials | None
-    forms: StateForms
+    forms: StateCodec
     workdir: Path
     steps_per_round: float
     by_time: bool = False
@@ -67,7 +67,7 @@ class LinkPlan(Plan):
     listen: Address | None = None
 
 
-class Link:
+class NetworkThread:
     """An island's link with the others. Methods are those of the training's thread, unless they say otherwise.
 
     Args:
@@ -78,11 +78,11 @@ class Link:
       is_listening: True once others can call.
     """
 
-    def __init__(self, plan: LinkPlan, report: Callable[[str], None]):
+    def __init__(self, plan: NetworkPlan, report: Callable[[str], None]):
         self._plan, self._report = plan, report
         self._arriving: deque[Correction | CaughtUp] = deque()  # from the network's thread to the training's
         self._inbox: list[Correction | CaughtUp] = []  # of the training's thread alone
-        self._met: deque[Met] = deque()  # from the network's thread to the training's
+        self._met: deque[RoundOutcome] = deque()  # from the network's thread to the training's
         self._giving = 0  # calls that fetch weights now
         self._steps = 0  # inner steps begun
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="island-decode")
@@ -167,7 +167,7 @@ class Link:
         self._inbox = corrections
         return self._taken(len(self._inbox)), saved
 
-    def take_met(self) -> list[Met]:
+    def take_met(self) -> list[RoundOutcome]:
         """Return the outcomes since the last call."""
         return [self._met.popleft() for _ in range(len(self._met))]
 
@@ -233,7 +233,7 @@ class Link:
         """Begin to ask peers where they are."""
         self._asking = self.submit(self.node.view.ask(names, seconds))
 
-    # As `World`, on the network's thread.
+    # As `TrainerCallbacks`, on the network's thread.
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         return await self._loop.run_in_executor(self._worker, function, *arguments)
@@ -241,7 +241,7 @@ class Link:
     def deliver(self, round: int, correct: Callable[[], Any]) -> None:
         self._arriving.append(Correction(round, self._worker.submit(correct)))
 
-    def outcome(self, met: Met) -> None:
+    def outcome(self, met: RoundOutcome) -> None:
         self._met.append(met)
 
     def tell(self, line: str) -> None:
@@ -287,7 +287,7 @@ class Link:
         name = self._plan.name
         try:
             await self.dialler.greet(name, pb.Greeting(), 3.0)
-        except Broken:
+        except ConnectionLost:
             return
         raise UserError(f"{name} runs already, at its address in the roster: end it, or start another island")
 

@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.interfaces import Met, Network, Plan, World
+from noloco_jax.islands.interfaces import Network, Plan, RoundOutcome, TrainerCallbacks
 from noloco_jax.islands.meetings import Meetings
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.peers import FAULTS, FINISHED, LINES, Peer, check_greeting, check_watch, difference
 from noloco_jax.islands.roster import Roster
-from noloco_jax.islands.view import GREET_SECONDS, View
+from noloco_jax.islands.view import GREET_SECONDS, PeerTable
 
 SILENT = 3  # questions in a row without an answer, after which a peer that has finished is taken to have gone
 
@@ -29,13 +29,18 @@ class Node:
     """
 
     def __init__(
-        self, plan: Plan, network: Network, world: World, pace: Pace, parse: Callable[[bytes], Roster] | None = None
+        self,
+        plan: Plan,
+        network: Network,
+        world: TrainerCallbacks,
+        pace: Pace,
+        parse: Callable[[bytes], Roster] | None = None,
     ):
         self.step = 0
         self.figures: dict[str, float] = {}
         self._donated: int | None = None  # round of a donor's weights, until the training continues from them
         self._details, self._num_rounds = plan.details, plan.num_rounds
-        self.view = View(plan, network, world, pace, parse, self._peer_ended, self._members_changed)
+        self.view = PeerTable(plan, network, world, pace, parse, self._peer_ended, self._members_changed)
         self.meetings = Meetings(self.view, plan.saved)
 
     # The training's side.
@@ -92,7 +97,7 @@ class Node:
         view.has_averaged = view.has_averaged or has_averaged
         view.incarnation += 1
         view.pace.restart()
-        view.world.outcome(Met(round, donor, "caught up"))
+        view.world.outcome(RoundOutcome(round, donor, "caught up"))
         view.notify()
 
     def finished(self) -> list[str]:
@@ -110,7 +115,7 @@ class Node:
         return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
 
     def end_of(self, name: str) -> str:
-        """Return why an island is a member no more, see `View.end_of`."""
+        """Return why an island is a member no more, see `PeerTable.end_of`."""
         return self.view.end_of(name)
 
     async def greeted(self, name: str, greeting: pb.Greeting) -> pb.Status:

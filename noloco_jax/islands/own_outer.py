@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from noloco_jax.exchange.mean import MeanExchange
 from noloco_jax.islands.membership import digest, run_identity
 from noloco_jax.islands.payload import ArraySpec
 from noloco_jax.islands.peers import FIRST_WEIGHTS
 from noloco_jax.islands.roster import Roster
-from noloco_jax.outer.fragments import described
-from noloco_jax.outer.pairing import Pairing, RandomPairing, largest_group
-from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.optim.exchange.mean import MeanExchange
+from noloco_jax.optim.fragments import described
+from noloco_jax.optim.outer_step import OuterOptimizer
+from noloco_jax.optim.pairing import Pairing, RandomPairing, largest_group
 
 
 def checked_pairing(outer: OuterOptimizer, count: int) -> Pairing:

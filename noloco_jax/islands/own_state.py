@@ -9,12 +9,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.islands.catch_up import CaughtUp
-from noloco_jax.islands.forms import Form
-from noloco_jax.islands.payload import ArraySpec, StateForms, specs_of
+from noloco_jax.islands.forms import TreeSpec
+from noloco_jax.islands.payload import ArraySpec, StateCodec, specs_of
 from noloco_jax.islands.programs import SoloPrograms, compile_solo, own_solo
-from noloco_jax.outer.fragments import described
-from noloco_jax.outer.rule import OuterState, at_num_outer_steps
-from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.optim.fragments import described
+from noloco_jax.optim.outer_step import OuterOptimizer
+from noloco_jax.optim.rule import OuterState, at_num_outer_steps
 from noloco_jax.spmd.programs import TrainState, shardings_of
 
 PyTree = Any
@@ -36,7 +36,7 @@ class OwnState:
 
     def __init__(self, outer: OuterOptimizer, params: PyTree, rest: PyTree):
         self._outer = outer
-        self.params, self.rest = Form(params, "params", is_computed=True), Form(rest, "rest")
+        self.params, self.rest = TreeSpec(params, "params", is_computed=True), TreeSpec(rest, "rest")
         shapes = self.params.shapes()
         outer_shapes = self._shapes_of_outer(shapes)
         self.solo = own_solo(outer, shapes, outer_shapes)
@@ -60,11 +60,11 @@ class OwnState:
         return specs if count == 1 or self.places.outer.windows is None else {**specs, "fragments": described(count)}
 
     @property
-    def forms(self) -> StateForms:
+    def forms(self) -> StateCodec:
         """Return the forms in which the state travels."""
         first, count = (len(jax.tree.leaves(tree)) for tree in self.places[:2])
         carried = [first + number for number in range(count) if number not in self._fresh]
-        return StateForms(specs_of(self.places), first, carried)
+        return StateCodec(specs_of(self.places), first, carried)
 
     def begun(self, params: PyTree, rest: PyTree) -> TrainState:
         """Return a state with these arrays, of which no outer step was taken."""

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
-from noloco_jax.outer.pairing import Pairing, RandomPairing
+from noloco_jax.optim.pairing import Pairing, RandomPairing
 
 
 def partner_by(pairing: Pairing, num_fragments: int) -> Callable[[Sequence[str], int, str], str | None]:

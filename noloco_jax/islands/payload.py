@@ -15,11 +15,11 @@ import numpy as np
 import optax
 
 from noloco_jax.errors import UserError
-from noloco_jax.exchange.modulo import BROKEN, Modulo, correct_in, encode_in
-from noloco_jax.exchange.wire import Wire, decode
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import Unfit
+from noloco_jax.islands.exchange import ProtocolError
 from noloco_jax.islands.interfaces import Codec, Read
+from noloco_jax.optim.exchange.modulo import BROKEN, Modulo, correct_in, encode_in
+from noloco_jax.optim.exchange.wire import Wire, decode
 
 PyTree = Any
 MAX_WINDOW = 32  # more than the partner's, in quarters of a power of two
@@ -65,9 +65,9 @@ def pack(arrays: Sequence[np.ndarray]) -> bytes:
 
 
 def unpack(data: bytes | memoryview, specs: Sequence[ArraySpec]) -> list[np.ndarray]:
-    """Return arrays from their bytes, read-only views; raise `Unfit` for another number of bytes."""
+    """Return arrays from their bytes, read-only views; raise `ProtocolError` for another number of bytes."""
     if len(data) != sum(spec.nbytes for spec in specs):
-        raise Unfit(f"{len(data)} bytes of arrays that have {sum(spec.nbytes for spec in specs)}")
+        raise ProtocolError(f"{len(data)} bytes of arrays that have {sum(spec.nbytes for spec in specs)}")
     arrays, start = [], 0
     for spec in specs:
         bits = np.frombuffer(data, np.uint8, spec.nbytes, start)
@@ -197,7 +197,7 @@ def pair_windows(own: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> lis
     return [of_array(mine, theirs) for mine, theirs in zip(own, others, strict=True)]
 
 
-class StateForms:
+class StateCodec:
     """Forms in which a state travels: exact weights, or weights in 8 bits and what travels with them.
 
     Small arrays beside the weights, such as counters, travel with the position, which comes last.
@@ -236,7 +236,7 @@ class StateForms:
         return b"".join(_quantize(leaves[n]) if self._is_quantized(kind, n) else pack([leaves[n]]) for n in numbers)
 
     def decode(self, kind: int, data: bytes, small: bytes) -> dict[int, np.ndarray]:
-        """Return the arrays by their numbers; raise `Unfit` for values that are not finite.
+        """Return the arrays by their numbers; raise `ProtocolError` for values that are not finite.
 
         Args:
           kind: of the form.
@@ -252,7 +252,7 @@ class StateForms:
         leaves |= dict(zip(numbers, unpack(small, [self._specs[n] for n in numbers]), strict=True))
         for x in leaves.values():
             if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
-                raise Unfit("weights that are not finite")
+                raise ProtocolError("weights that are not finite")
         return leaves
 
     def _is_quantized(self, kind: int, number: int) -> bool:

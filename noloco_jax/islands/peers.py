@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.bounds import Distance
-from noloco_jax.islands.exchange import MAX_TOKENS, Unfit
+from noloco_jax.islands.exchange import MAX_TOKENS, ProtocolError
 from noloco_jax.islands.roster import Address
 
 PROTOCOL = "9"  # islands of two protocols refuse each other
@@ -93,37 +93,37 @@ def difference(own: Mapping[str, str], other: Mapping[str, str], peer: str) -> s
 
 
 def check_hello(hello: pb.Hello) -> None:
-    """Raise `Unfit` for a Hello that no honest island sends."""
+    """Raise `ProtocolError` for a Hello that no honest island sends."""
     if not (hello.round < MAX_ROUND and 0 < hello.tokens <= MAX_TOKENS and len(hello.address) <= 300):
-        raise Unfit("a Hello of impossible values")
+        raise ProtocolError("a Hello of impossible values")
     check_timing(hello.timing)
 
 
 def check_timing(timing: pb.Timing) -> None:
-    """Raise `Unfit` for a timing that is none."""
+    """Raise `ProtocolError` for a timing that is none."""
     if not (timing.round < MAX_ROUND and 0 <= timing.ago < math.inf and 0 <= timing.round_seconds < math.inf):
-        raise Unfit("a timing of impossible values")
+        raise ProtocolError("a timing of impossible values")
 
 
 def check_greeting(greeting: pb.Greeting) -> None:
-    """Raise `Unfit` for a greeting that no honest island or command sends."""
+    """Raise `ProtocolError` for a greeting that no honest island or command sends."""
     texts = (*greeting.identity.keys(), *greeting.identity.values(), greeting.address)
     if len(greeting.identity) > MAX_VALUES or any(len(text) > MAX_TEXT for text in texts):
-        raise Unfit("an identity of too many values")
+        raise ProtocolError("an identity of too many values")
     if not 0 <= greeting.hold_seconds <= 600:
-        raise Unfit("a time to hold that is none")
+        raise ProtocolError("a time to hold that is none")
     if len(greeting.about) > MAX_ABOUT:
-        raise Unfit(f"a greeting about more than {MAX_ABOUT} islands")
+        raise ProtocolError(f"a greeting about more than {MAX_ABOUT} islands")
 
 
 def check_watch(request: pb.WatchRequest) -> None:
-    """Raise `Unfit` for an interval of watching that would keep an island busy, or is no number."""
+    """Raise `ProtocolError` for an interval of watching that would keep an island busy, or is no number."""
     if not 0.2 <= request.every_seconds <= 3600:
-        raise Unfit("an interval of watching that is none: 0.2 to 3600 seconds")
+        raise ProtocolError("an interval of watching that is none: 0.2 to 3600 seconds")
 
 
 def check_status(status: pb.Status) -> None:
-    """Raise `Unfit` for a status that no honest island tells."""
+    """Raise `ProtocolError` for a status that no honest island tells."""
     if not -1 <= status.round < MAX_ROUND or status.step >= MAX_ROUND:
-        raise Unfit("a status of impossible values")
+        raise ProtocolError("a status of impossible values")
     check_timing(status.timing)

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.exchange.modulo import Modulo, encode_in, propose
-from noloco_jax.exchange.wire import Wire, encode
-from noloco_jax.outer.rule import Arrived, OuterState, Outgoing
-from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.optim.exchange.modulo import Modulo, encode_in, propose
+from noloco_jax.optim.exchange.wire import Wire, encode
+from noloco_jax.optim.outer_step import OuterOptimizer
+from noloco_jax.optim.rule import Arrived, OuterState, Outgoing
 from noloco_jax.spmd.compile_once import Lowered, compile_all
-from noloco_jax.spmd.offload import from_rest
+from noloco_jax.spmd.offload import from_host_memory
 from noloco_jax.spmd.outer_programs import NUMBER, build_outer, outer_axes
 from noloco_jax.spmd.programs import Programs, shardings_of
 from noloco_jax.spmd.sharding import SLOT
@@ -164,4 +164,4 @@ def compile_solo(solo: SoloPrograms, params: PyTree, state: OuterState | None, a
 
 def at_rest(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
     """Return compiled programs that take and return the outer state as it lies between steps."""
-    return replace(solo, step=from_rest(solo.step, programs), apply=from_rest(solo.apply, programs))
+    return replace(solo, step=from_host_memory(solo.step, programs), apply=from_host_memory(solo.apply, programs))

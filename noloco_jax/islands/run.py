@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
-from noloco_jax.cluster.place import Place
+from noloco_jax.cluster.place import ProcessRank
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.start import joined
 from noloco_jax.config import TrainConfig, to_dict
@@ -27,24 +27,24 @@ from noloco_jax.islands.interfaces import PATIENCE
 from noloco_jax.islands.keys import open_membership
 from noloco_jax.islands.link_advice import settings_that_fit
 from noloco_jax.islands.membership import Membership, incarnation_of, write_incarnation
-from noloco_jax.islands.network import Link, LinkPlan, is_done
+from noloco_jax.islands.network import NetworkPlan, NetworkThread, is_done
 from noloco_jax.islands.partners import partner_by
-from noloco_jax.islands.payload import StateForms, codec_of, specs_of
+from noloco_jax.islands.payload import StateCodec, codec_of, specs_of
 from noloco_jax.islands.programs import SoloPrograms, at_rest, build_solo, compile_solo
 from noloco_jax.islands.roster import parse_address, parse_dialled
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
-from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.metrics.evaluate import evaluate_alone
-from noloco_jax.outer.rule import at_num_outer_steps
-from noloco_jax.schedule import SyncSchedule
+from noloco_jax.optim.methods import method_of, schedule_of
+from noloco_jax.optim.rule import at_num_outer_steps
+from noloco_jax.optim.schedule import SyncSchedule
 from noloco_jax.spmd.compile import num_at_once
 from noloco_jax.spmd.first_process import from_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.train import phases
 from noloco_jax.train.banner import banner_rows
-from noloco_jax.train.messages import Messages
+from noloco_jax.train.messages import BytesSent
 from noloco_jax.train.phases import Labels, RunFlags
 
 # An island has no other replica to merge or to compare with, and `SoloPrograms` has its outer steps.
@@ -53,7 +53,7 @@ _COMPILE_SECONDS = 3600.0  # by which the island's processes may differ in readi
 _SHOWN = ("loss", "perplexity", "tokens_per_second")
 
 
-def train_island(config: TrainConfig, place: Place | None, flags: argparse.Namespace) -> int:
+def train_island(config: TrainConfig, place: ProcessRank | None, flags: argparse.Namespace) -> int:
     """Train as the island that the flags name; check everything before compiling.
 
     Args:
@@ -101,7 +101,7 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
     setup = phases.check_run(run_config, config, workdir, flags)
     processes, report = setup.processes, setup.console.print
     solo = build_solo(config, setup.programs)
-    messages = Messages(outer_step=sum(spec.nbytes for spec in specs_of(solo.payload)))
+    messages = BytesSent(outer_step=sum(spec.nbytes for spec in specs_of(solo.payload)))
 
     # Open.
     with phases.open_run(setup) as opened, contextlib.ExitStack() as stack:
@@ -121,7 +121,7 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
         if processes.is_first:
             fingerprint = None if setup.tokenizer is None else setup.tokenizer.fingerprint
             plan = link_plan(run_config, member, solo, setup.programs, workdir, saved and saved.sync_state, fingerprint)
-            link = stack.enter_context(closing(Link(plan, report)))
+            link = stack.enter_context(closing(NetworkThread(plan, report)))
         if not _until(processes, never if link is None else partial(is_done, link.open()), stop.is_due):
             return phases.before_training(setup, stop)
 
@@ -165,7 +165,7 @@ def link_plan(
     workdir: Path,
     saved: Mapping[str, Any] | None,
     tokenizer: str | None,
-) -> LinkPlan:
+) -> NetworkPlan:
     """Return what an island's network needs to know.
 
     Args:
@@ -183,14 +183,14 @@ def link_plan(
     schedule = _schedule(config)
     member.check_present(-1 if saved is None else saved["round"])
     incarnation, began_before = incarnation_of(workdir)
-    return LinkPlan(
+    return NetworkPlan(
         name=member.name,
         roster=member.roster,
         credentials=member.credentials,
         identity=member.identity(config, programs, tokenizer),
         partner=partner_by(pairing(config), config.outer.fragments),
         codec=codec_of(solo.wire, solo.message, solo.payload, solo.dims),
-        forms=StateForms(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
+        forms=StateCodec(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
         patience=PATIENCE * config.outer.fragments,
         fits=partial(can_be_at, schedule, config.num_steps),
         workdir=workdir,
@@ -210,7 +210,7 @@ def link_plan(
 def island_steps(
     config: TrainConfig,
     member: Membership,
-    link: Link | None,
+    link: NetworkThread | None,
     solo: SoloPrograms,
     programs: Programs,
     processes: Processes,
@@ -233,7 +233,7 @@ def labels_of(member: Membership) -> Labels:
     return Labels({"island": member.name}, {"name": member.name, "group": member.roster.run})
 
 
-def observe_by(link: Link | None) -> Callable[[int, str, Mapping[str, Any]], None]:
+def observe_by(link: NetworkThread | None) -> Callable[[int, str, Mapping[str, Any]], None]:
     """Return a function that shows figures of the metrics' lines to those who watch the island."""
 
     def observe(step: int, kind: str, values: Mapping[str, Any]) -> None:
@@ -254,7 +254,7 @@ def never(seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def closing(link: Link) -> Iterator[Link]:
+def closing(link: NetworkThread) -> Iterator[NetworkThread]:
     """Close a link after the body, and tell the others when the same command would fail again."""
     try:
         yield link
@@ -269,7 +269,7 @@ def _sync_of(
     config: TrainConfig,
     member: Membership,
     steps: IslandSteps,
-    messages: Messages,
+    messages: BytesSent,
     is_stopping: Callable[[], bool],
     report: Callable[[str], None],
 ) -> IslandSync:

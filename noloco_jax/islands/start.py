@@ -8,20 +8,20 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import RETRY_SECONDS, CatchUp, sample, with_weights
 from noloco_jax.islands.peers import FINISHED
-from noloco_jax.islands.view import View
+from noloco_jax.islands.view import PeerTable
 
 TOGETHER_SECONDS = 120.0  # for islands that compile or are not started yet
 LOST_SECONDS = 120.0  # for weights of the run somewhere, of an island that has lost its own
 ADMIT_SECONDS = 5.0  # for answers before anything is compiled
 
 
-async def admit(node: View) -> None:
+async def admit(node: PeerTable) -> None:
     """Introduce the island to its peers; raise `UserError` if most of the members refuse it."""
     await node.ask(sample(node), ADMIT_SECONDS)
     _check_refusals(node)
 
 
-async def begin(node: View, catch_up: CatchUp, has_weights: bool, began_before: bool) -> None:
+async def begin(node: PeerTable, catch_up: CatchUp, has_weights: bool, began_before: bool) -> None:
     """Wait until the island may train: from its own weights, with the others, or from weights of a peer.
 
     Where the others have finished, an island that is behind takes their weights, with which it has finished as well.
@@ -85,13 +85,13 @@ async def begin(node: View, catch_up: CatchUp, has_weights: bool, began_before: 
     node.start(catch_up.watch())
 
 
-def _is_late(node: View, heard: dict[str, pb.Status]) -> bool:
+def _is_late(node: PeerTable, heard: dict[str, pb.Status]) -> bool:
     """Return whether an island without weights is too late to begin with the others."""
     rounds = sorted(status.round for status in with_weights(heard.values()))
     return rounds[(len(rounds) - 1) // 2] >= node.patience or node.name not in node.roster.active(0)
 
 
-def _waits_for(node: View, heard: dict[str, pb.Status], absent: Collection[str]) -> list[str]:
+def _waits_for(node: PeerTable, heard: dict[str, pb.Status], absent: Collection[str]) -> list[str]:
     """Return the islands that compile, and those of `absent` that have not answered."""
     if any(status.phase == pb.Status.TRAINING for status in heard.values()):
         return []
@@ -104,7 +104,7 @@ def _waits_for(node: View, heard: dict[str, pb.Status], absent: Collection[str])
     )
 
 
-def _over(node: View, heard: dict[str, pb.Status], waits: bool) -> str:
+def _over(node: PeerTable, heard: dict[str, pb.Status], waits: bool) -> str:
     """Return the reason for which there will be no weights any more, or an empty text."""
     # A round is known of those alone that have answered with possible values.
     ended = {name: peer.round for name, peer in node.peers.items() if peer.phase in FINISHED and peer.round >= 0}
@@ -125,14 +125,14 @@ def _is_lost(heard: dict[str, pb.Status], num_peers: int, seconds: float) -> boo
     return len(heard) == num_peers or (seconds >= LOST_SECONDS and 2 * len(heard) + 2 > num_peers)
 
 
-def _check_refusals(node: View) -> None:
+def _check_refusals(node: PeerTable) -> None:
     """Raise `UserError` if more than half of the others refuse this island."""
     wrong = [peer.wrong for peer in node.peers.values() if peer.wrong]
     if wrong and 2 * len(wrong) > len(node.peers):
         raise UserError(f"most islands refuse {node.name}: {wrong[0]}")
 
 
-def _tell(node: View, told: str, line: str, more: str = "") -> str:
+def _tell(node: PeerTable, told: str, line: str, more: str = "") -> str:
     """Tell a line unless it was the last one; return it."""
     if line != told:
         node.tell(f"{node.name} {line}{more}")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.commands import Found, discover, open_run
+from noloco_jax.islands.ask import Found, discover, open_run
 from noloco_jax.islands.roster import Member, Roster
 from noloco_jax.islands.standing import AWAY, FINISHED, LEFT, REMOVED, TRAINING, summary
 from noloco_jax.islands.watcher import Watched, Watcher, states_of

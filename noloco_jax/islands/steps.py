@@ -18,7 +18,7 @@ import numpy as np
 
 from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.islands.catch_up import CaughtUp
-from noloco_jax.islands.network import Correction, Link
+from noloco_jax.islands.network import Correction, NetworkThread
 from noloco_jax.islands.payload import Message
 from noloco_jax.islands.programs import SoloPrograms
 from noloco_jax.spmd.first_process import from_first_process, to_first_process
@@ -51,7 +51,7 @@ class IslandSteps:
 
     def __init__(
         self,
-        link: Link | None,
+        link: NetworkThread | None,
         solo: SoloPrograms,
         place: Callable[[CaughtUp], TrainState],
         tokens_of_round: Callable[[int], int],
@@ -194,7 +194,7 @@ class IslandSteps:
         step: int,
         seconds: float,
         is_stopping: Callable[[], bool],
-        awaited: Callable[[Link], Sequence[str]],
+        awaited: Callable[[NetworkThread], Sequence[str]],
     ) -> None:
         """Serve the weights until nobody fetches them and no peer is `awaited`; up to twice as long while one does."""
         started, asked = time.monotonic(), -math.inf

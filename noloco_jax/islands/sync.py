@@ -8,11 +8,11 @@ import jax
 
 from noloco_jax.formatting import format_bytes
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.interfaces import Met
+from noloco_jax.islands.interfaces import RoundOutcome
 from noloco_jax.islands.steps import IslandSteps
-from noloco_jax.schedule import SyncSchedule
+from noloco_jax.optim.schedule import SyncSchedule
 from noloco_jax.spmd.programs import TrainState
-from noloco_jax.train.sync import News, OuterSteps
+from noloco_jax.train.sync import OuterStepRecord, SyncEvent
 
 _LAST_SECONDS = 10.0  # for the last exchange of a run
 
@@ -43,9 +43,9 @@ class IslandSync:
         self._name, self._steps, self._num_bytes = name, steps, num_bytes
         self._linger, self._merge, self._log_every = linger, merge, log_every
         self._schedule = schedule
-        self._lines: list[News] = []
-        self._met: list[Met] = []  # outcomes of which `news` is to tell
-        self._untold: list[Met] = []  # of them those without a line yet
+        self._lines: list[SyncEvent] = []
+        self._met: list[RoundOutcome] = []  # outcomes of which `news` is to tell
+        self._untold: list[RoundOutcome] = []  # of them those without a line yet
         self._step = self._told_at = 0
         self._bytes: int | float = 0  # of messages exchanged since `bytes_sent`
 
@@ -53,14 +53,14 @@ class IslandSync:
         state, behind = self._steps.apply_arrived(state, step)
         if behind != step:
             self._lines.append(
-                News(f"after step {step}: training continues from another island's weights, after step {behind}")
+                SyncEvent(f"after step {step}: training continues from another island's weights, after step {behind}")
             )
         if not (longest := most(behind)):  # those weights are the last ones
             return state, behind, 0
         state, stride = self._steps.advance(state, behind, longest)
         return state, behind, stride
 
-    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
+    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterStepRecord | None]:
         self._step = step
         state = self._steps.warm_up(state)
         assert state.outer is not None
@@ -71,7 +71,7 @@ class IslandSync:
         jax.block_until_ready(state.params)
         started = time.perf_counter()
         state = self._steps.outer_step(state, step, count)
-        return state, OuterSteps(first, count, time.perf_counter() - started)
+        return state, OuterStepRecord(first, count, time.perf_counter() - started)
 
     def finish(self, state: TrainState, step: int) -> TrainState:
         state = self._steps.settle(state, _LAST_SECONDS)
@@ -98,7 +98,7 @@ class IslandSync:
         sent, self._bytes = self._bytes, 0
         return sent
 
-    def news(self, seconds: float) -> Sequence[News]:
+    def news(self, seconds: float) -> Sequence[SyncEvent]:
         lines, self._lines = self._lines, []
         if self._steps.link is None:
             return lines
@@ -107,13 +107,13 @@ class IslandSync:
         if not met:
             return lines
         status = self._steps.link.status()
-        lines += [News("", "exchange", self._figures(one, status)) for one in met]
+        lines += [SyncEvent("", "exchange", self._figures(one, status)) for one in met]
         self._untold += met
         ended = any(one.outcome == "caught up" for one in met)
         is_due = self._step - self._told_at >= self._log_every or self._step < self._told_at
         if is_due or ended:
             self._told_at = self._step
-            lines.append(News(self._line(status)))
+            lines.append(SyncEvent(self._line(status)))
             self._untold = []
         return lines
 
@@ -127,7 +127,7 @@ class IslandSync:
             self._met += met
             self._bytes += self._num_bytes * sum(one.outcome in ("met", "late") or not one.factor for one in met)
 
-    def _figures(self, met: Met, status: pb.Status) -> dict[str, Any]:
+    def _figures(self, met: RoundOutcome, status: pb.Status) -> dict[str, Any]:
         """Return what became of a message, and what the exchanges have come to with it, for metrics."""
         return {
             **met._asdict(),

@@ -19,7 +19,7 @@ import grpc.aio
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.certificates import owner_and_issue
-from noloco_jax.islands.exchange import Broken, Unfit, send
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError, send
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.roster import Address, Roster
 
@@ -47,7 +47,7 @@ _COMMON = [
 
 
 class Dialler:
-    """Calls to the islands of a roster. They raise `Broken`, with the reason in words.
+    """Calls to the islands of a roster. They raise `ConnectionLost`, with the reason in words.
 
     A peer has three connections, as a small call waits for all that an upload on its connection has buffered: greetings
     have one of their own. Pings find out that a connection is dead, where a NAT has forgotten it. Weights have one
@@ -89,7 +89,7 @@ class Dialler:
         try:
             return await method(greeting, timeout=seconds + greeting.hold_seconds, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise Broken(_words(error, seconds)) from None
+            raise ConnectionLost(_words(error, seconds)) from None
 
     async def watch(self, peer: str, every: float) -> AsyncGenerator[pb.Status, None]:
         """Yield a peer's status at once, every so many seconds, and when its phase changes."""
@@ -103,7 +103,7 @@ class Dialler:
             async for status in call:
                 yield status
         except grpc.aio.AioRpcError as error:
-            raise Broken(_words(error, every)) from None
+            raise ConnectionLost(_words(error, every)) from None
         finally:
             call.cancel()
 
@@ -118,7 +118,7 @@ class Dialler:
             async for frame in call:
                 yield frame
         except grpc.aio.AioRpcError as error:
-            raise Broken(_words(error, CALL_SECONDS)) from None
+            raise ConnectionLost(_words(error, CALL_SECONDS)) from None
         finally:
             call.cancel()
 
@@ -144,10 +144,10 @@ class Dialler:
         """
         member = self._roster.get(peer)
         if member is None:
-            raise Broken(f"{peer} is no member")
+            raise ConnectionLost(f"{peer} is no member")
         address = self._told.get(peer, member.address)
         if not address.can_be_dialled:
-            raise Broken("it only dials out")
+            raise ConnectionLost("it only dials out")
         certificate = f"{peer}.{member.issued}" if member.issued else peer
         key = str(address), certificate
         known = self._channels.get((peer, use))
@@ -185,17 +185,17 @@ class _Outgoing:
         try:
             await self._call.write(frame)
         except grpc.aio.AioRpcError as error:
-            raise Broken(_words(error, CALL_SECONDS)) from None
+            raise ConnectionLost(_words(error, CALL_SECONDS)) from None
         except asyncio.InvalidStateError:  # it has ended
-            raise Broken(await self._end()) from None
+            raise ConnectionLost(await self._end()) from None
 
     async def receive(self) -> pb.Frame:
         try:
             frame = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise Broken(_words(error, CALL_SECONDS)) from None
+            raise ConnectionLost(_words(error, CALL_SECONDS)) from None
         if frame is _EOF:
-            raise Broken(await self._end())
+            raise ConnectionLost(await self._end())
         return frame
 
     async def _end(self) -> str:
@@ -277,34 +277,33 @@ class Listener:
 
     async def _exchange(self, requests: Any, context: Any) -> None:
         async with self._call(context) as name:
-            with contextlib.suppress(Broken):
+            with contextlib.suppress(ConnectionLost):
                 await self._node.meetings.called(name, _Incoming(context))
 
     async def _greet(self, greeting: pb.Greeting, context: Any) -> pb.Status:
         async with self._call(context, greets=True) as name:
             try:
                 return await self._node.greeted(name, greeting)
-            except Unfit as error:
+            except ProtocolError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         raise AssertionError
 
     async def _watch(self, request: pb.WatchRequest, context: Any) -> None:
         async with self._call(context) as name:
             pass  # it counts among those that watch, as it lasts
-        if ended := self._node.end_of(name):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, ended)
+        await self._refuse_former(context, name)
         if self._watches[name] >= WATCHES_OF_ONE or self._watches.total() >= WATCHES_OF_ALL:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many dashboards watch it")
         self._watches[name] += 1
         stream, roster = _Incoming(context), self._roster()
         try:
-            with contextlib.suppress(Broken):
+            with contextlib.suppress(ConnectionLost):
                 async with contextlib.aclosing(self._node.watched(request)) as statuses:
                     async for status in statuses:
                         await stream.send(status)
                         if self._roster() is not roster or roster.is_over(name, status.round + 1):
                             return  # the caller calls again, and is checked again
-        except Unfit as error:
+        except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             self._watches[name] -= 1
@@ -312,14 +311,18 @@ class Listener:
     async def _weights(self, request: pb.WeightsRequest, context: Any) -> None:
         stream = _Incoming(context)
         async with self._call(context) as name:
-            if ended := self._node.end_of(name):
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, ended)
+            await self._refuse_former(context, name)
             try:
                 async with contextlib.aclosing(self._give(request)) as frames:
                     async for frame in frames:
                         await send(stream, frame)
-            except Broken as error:
+            except ConnectionLost as error:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    async def _refuse_former(self, context: Any, name: str) -> None:
+        """End the call of a caller that is a member no more."""
+        if ended := self._node.end_of(name):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, ended)
 
     @contextlib.asynccontextmanager
     async def _call(self, context: Any, greets: bool = False) -> AsyncIterator[str]:
@@ -363,15 +366,15 @@ class _Incoming:
         try:
             await self._context.write(frame)
         except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError):
-            raise Broken("the caller ended the call") from None
+            raise ConnectionLost("the caller ended the call") from None
 
     async def receive(self) -> pb.Frame:
         try:
             frame = await self._context.read()
         except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError):
-            raise Broken("the caller ended the call") from None
+            raise ConnectionLost("the caller ended the call") from None
         if frame is _EOF:
-            raise Broken("the caller ended the call")
+            raise ConnectionLost("the caller ended the call")
         return frame
 
 

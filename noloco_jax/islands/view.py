@@ -1,7 +1,7 @@
 """An island's view of its peers: what they have told, the roster that it follows, and its tasks and lines.
 
 Everything here runs on one asyncio loop, so that no step between two awaits is interrupted. The network and the
-training are behind `Network` and `World`; tests have both in memory, on a virtual clock.
+training are behind `Network` and `TrainerCallbacks`; tests have both in memory, on a virtual clock.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Any
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.bounds import Distance
-from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.interfaces import Network, Plan, World
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
+from noloco_jax.islands.interfaces import Network, Plan, TrainerCallbacks
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.peers import ENDED, Peer, check_status, digest
 from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, parse_dialled, version_of
@@ -24,7 +24,7 @@ ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster
 GREET_SECONDS = 10.0  # for an answer to a greeting
 
 
-class View:
+class PeerTable:
     """An island's view of its peers.
 
     Args:
@@ -37,7 +37,7 @@ class View:
         self,
         plan: Plan,
         network: Network,
-        world: World,
+        world: TrainerCallbacks,
         pace: Pace,
         parse: Callable[[bytes], Roster] | None,
         peer_ended: Callable[[Peer], None],
@@ -122,7 +122,7 @@ class View:
             try:
                 status = await self.network.greet(name, self.greeting(**fields), seconds)
                 check_status(status)
-            except (Broken, Unfit):
+            except (ConnectionLost, ProtocolError):
                 if name in self.peers:
                     self.peers[name].silent += 1
                 return

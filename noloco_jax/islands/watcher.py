@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.commands import Run, ask_about, present, take_newest
-from noloco_jax.islands.exchange import Broken, Unfit
+from noloco_jax.islands.ask import RosterAndKeys, ask_about, present, take_newest
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.history import History
 from noloco_jax.islands.peers import FAULTS, LINES, check_status
 from noloco_jax.islands.roster import Roster
@@ -125,7 +125,7 @@ class Watcher:
       dialler: calls the islands; None: one by gRPC.
     """
 
-    def __init__(self, run: Run, every: float, seconds: float = 10.0, dialler: Any = None):
+    def __init__(self, run: RosterAndKeys, every: float, seconds: float = 10.0, dialler: Any = None):
         self._run, self._every, self._seconds, self._dialler = run, every, seconds, dialler
         self._lock = threading.Lock()
         self._islands: dict[str, Watched] = {}
@@ -204,7 +204,7 @@ class Watcher:
                     self._take(one, await anext(statuses))
                 async for status in statuses:
                     self._take(one, status)
-            except (Broken, Unfit) as error:
+            except (ConnectionLost, ProtocolError) as error:
                 fault = str(error)
             except TimeoutError:
                 fault = f"no answer in {self._seconds:g} s"

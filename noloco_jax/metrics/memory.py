@@ -44,7 +44,7 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
 
 def checkpoint_bytes(programs: Programs) -> int:
     """Return the bytes of a checkpoint's arrays, of all replicas, before compression."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(programs.resting))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(programs.between_steps))
 
 
 def check_memory(config: TrainConfig, programs: Programs) -> None:
@@ -73,7 +73,7 @@ def program_memory(programs: Programs) -> dict[str, dict[str, int]]:
     the training state that stays on the device without being an argument. The merged model is evaluated beside all of
     the state.
     """
-    params, inner, outer = programs.resting
+    params, inner, outer = programs.between_steps
     beside: dict[str, PyTree] = {
         "inner_step": outer,
         "outer_step": inner,

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import has_delay
-from noloco_jax.outer.rule import Arrived, Outgoing
-from noloco_jax.spmd.offload import from_rest
+from noloco_jax.optim.methods import has_delay
+from noloco_jax.optim.rule import Arrived, Outgoing
+from noloco_jax.spmd.offload import from_host_memory
 from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
@@ -106,7 +106,7 @@ def compile_background(programs: Programs, hosts: Mesh) -> BackgroundPrograms:
     assert programs.outer is not None
     parts = exchange_parts(programs, hosts)
     compiled = {name: program.lower(*arguments).compile() for name, (program, arguments) in parts.items()}
-    local_step, store = (from_rest(compiled[name], programs) for name in ("local_step", "store"))
+    local_step, store = (from_host_memory(compiled[name], programs) for name in ("local_step", "store"))
     return BackgroundPrograms(local_step, compiled["exchange"], store, programs.outer.arrived, hosts)
 
 

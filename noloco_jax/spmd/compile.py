@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from noloco_jax import draws
 from noloco_jax.config import TrainConfig
 from noloco_jax.cores import usable_cores
+from noloco_jax.optim import prng
 from noloco_jax.spmd.compile_once import Lowered, compile_all
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs
@@ -72,7 +72,7 @@ def arguments_of(programs: Programs) -> dict[str, tuple[Any, ...]]:
         "evaluate": (params, programs.batch),
         "merge": (params,),
         "spread": (params,),
-        FIRST_WEIGHTS: (jax.eval_shape(lambda: draws.key(0)),),
+        FIRST_WEIGHTS: (jax.eval_shape(lambda: prng.key(0)),),
     }
 
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.exchange.all_reduce import all_mean
-from noloco_jax.exchange.axes import AxisName, names_of
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.kind import from_params
+from noloco_jax.optim.exchange.all_reduce import all_mean
+from noloco_jax.optim.exchange.axes import AxisName, names_of
 
 PyTree = Any
 Batch = dict[str, jax.Array]  # input_ids, labels and, where attention stays inside documents, segment_ids

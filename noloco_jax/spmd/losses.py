@@ -8,9 +8,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from noloco_jax.config import ModelConfig, TrainConfig
-from noloco_jax.methods import method_of
 from noloco_jax.model.kind import kind_of
 from noloco_jax.model.loss import logits_at_once
+from noloco_jax.optim.methods import method_of
 from noloco_jax.spmd.gradients import Batch, label_weights, loss_sum, replica_gradient
 from noloco_jax.spmd.pipeline.losses import build_routed
 from noloco_jax.spmd.sharding import REPLICAS

@@ -5,7 +5,7 @@ from jax.sharding import AxisType, Mesh
 
 from noloco_jax.config import MeshConfig, TrainConfig
 from noloco_jax.errors import Mistakes, UserError
-from noloco_jax.methods import METHODS, has_delay
+from noloco_jax.optim.methods import METHODS, has_delay
 from noloco_jax.spmd.sharding import check_fragments
 
 AXES = ("replica", "stage", "fsdp", "tensor")

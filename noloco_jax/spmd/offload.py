@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from noloco_jax.outer.rule import OuterState
+from noloco_jax.optim.rule import OuterState
 from noloco_jax.spmd.programs import Programs, PyTree, TrainState, shardings_of
 
 
@@ -21,23 +21,23 @@ def offloaded(programs: Programs) -> Programs:
         programs.state.outer,
     )
 
-    def at_rest(make: Callable[..., TrainState]) -> Callable[..., TrainState]:
-        return lambda *arguments: resting.at_rest(make(*arguments))
+    def moved_to_rest(make: Callable[..., TrainState]) -> Callable[..., TrainState]:
+        return lambda *arguments: between_steps.moved_to_rest(make(*arguments))
 
-    resting = dataclasses.replace(programs, resting=programs.state._replace(outer=resting_outer))
+    between_steps = dataclasses.replace(programs, between_steps=programs.state._replace(outer=resting_outer))
     return dataclasses.replace(
-        resting,
-        outer_step=programs.outer_step and from_rest(programs.outer_step, resting),
-        correct_step=programs.correct_step and from_rest(programs.correct_step, resting),
-        init=at_rest(programs.init),
-        from_params=at_rest(programs.from_params),
+        between_steps,
+        outer_step=programs.outer_step and from_host_memory(programs.outer_step, between_steps),
+        correct_step=programs.correct_step and from_host_memory(programs.correct_step, between_steps),
+        init=moved_to_rest(programs.init),
+        from_params=moved_to_rest(programs.from_params),
     )
 
 
-def from_rest(program: Callable[..., Any], programs: Programs) -> Callable[..., Any]:
+def from_host_memory(program: Callable[..., Any], programs: Programs) -> Callable[..., Any]:
     """Wrap a program (params, outer, ...) -> (params, outer, ...) to take and return the outer state at rest."""
-    on_device, resting = shardings_of(programs.state.outer), shardings_of(programs.resting.outer)
-    if on_device == resting:
+    on_device, between_steps = shardings_of(programs.state.outer), shardings_of(programs.between_steps.outer)
+    if on_device == between_steps:
         return program
 
     def run(params: PyTree, outer: OuterState, *others: Any) -> tuple[Any, ...]:
@@ -45,6 +45,6 @@ def from_rest(program: Callable[..., Any], programs: Programs) -> Callable[..., 
         # A program that cannot start, as for want of memory, has raised by now, and the only copy is still there.
         for x in jax.tree.leaves(outer):
             x.delete()  # frees it before its successor is written; device_put cannot donate across memory kinds
-        return params, jax.device_put(updated, resting), *results
+        return params, jax.device_put(updated, between_steps), *results
 
     return run

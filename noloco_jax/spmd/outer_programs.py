@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.exchange.axes import AxisName
-from noloco_jax.methods import method_of
-from noloco_jax.outer.rule import Arrived, OuterState, Outgoing
-from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.optim.exchange.axes import AxisName
+from noloco_jax.optim.methods import method_of
+from noloco_jax.optim.outer_step import OuterOptimizer
+from noloco_jax.optim.rule import Arrived, OuterState, Outgoing
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.sharding import REPLICAS, SLOT
 

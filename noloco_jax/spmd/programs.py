@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, TrainConfig
-from noloco_jax.exchange.all_reduce import all_mean
-from noloco_jax.methods import has_delay, method_of
 from noloco_jax.model.kind import check_kind, init_params, num_params
-from noloco_jax.outer.rule import OuterState, computed
-from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.optim.exchange.all_reduce import all_mean
+from noloco_jax.optim.methods import has_delay, method_of
+from noloco_jax.optim.outer_step import OuterOptimizer
+from noloco_jax.optim.rule import OuterState, computed
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer
@@ -86,7 +86,7 @@ class Programs:
 
     mesh: Mesh
     state: TrainState
-    resting: TrainState
+    between_steps: TrainState
     batch: PyTree
     parts: jax.ShapeDtypeStruct
     init: Callable[..., TrainState]
@@ -102,9 +102,9 @@ class Programs:
     compiled: Mapping[str, jax.stages.Compiled] = field(default_factory=dict)
     compile_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def at_rest(self, state: TrainState) -> TrainState:
+    def moved_to_rest(self, state: TrainState) -> TrainState:
         """Move the outer part of a state to where it lies between steps."""
-        return state._replace(outer=jax.device_put(state.outer, shardings_of(self.resting.outer)))
+        return state._replace(outer=jax.device_put(state.outer, shardings_of(self.between_steps.outer)))
 
 
 def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | None = None) -> Programs:
@@ -161,7 +161,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     return Programs(
         mesh=mesh,
         state=state,
-        resting=state,
+        between_steps=state,
         batch=batch,
         parts=parts_of(batch, mesh),
         init=jax.jit(

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 from noloco_jax.model.kind import Axes, param_axes, param_shapes
-from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.rule import OuterState
-from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.optim.fragments import Fragments
+from noloco_jax.optim.outer_step import OuterOptimizer
+from noloco_jax.optim.rule import OuterState
 
 PyTree = Any
 

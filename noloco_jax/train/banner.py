@@ -7,15 +7,15 @@ import jax
 
 from noloco_jax.config import DataConfig, TrainConfig, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
-from noloco_jax.methods import method_of
 from noloco_jax.metrics.memory import memory_estimate
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.model.kind import num_active_params, num_params
+from noloco_jax.optim.methods import method_of
 from noloco_jax.spmd.programs import Programs
-from noloco_jax.train.messages import Messages, num_outer_steps
+from noloco_jax.train.messages import BytesSent, num_outer_steps
 
 
-def banner_rows(config: TrainConfig, programs: Programs, messages: Messages) -> list[tuple[str, object]]:
+def banner_rows(config: TrainConfig, programs: Programs, messages: BytesSent) -> list[tuple[str, object]]:
     """Return (label, value) rows: versions, devices, mode, parameters, tokens a step, memory, bytes sent."""
     return [
         ("versions", _versions()),
@@ -90,7 +90,7 @@ def _memory(config: TrainConfig, programs: Programs) -> str:
     )
 
 
-def _messages(config: TrainConfig, messages: Messages) -> str:
+def _messages(config: TrainConfig, messages: BytesSent) -> str:
     if method_of(config).has_outer_steps and not num_outer_steps(config):
         return f"none, as {config.num_steps} steps have no outer step: lower outer.sync_every={config.outer.sync_every}"
     occasions = {"outer step": messages.outer_step, "inner step": messages.inner_step}

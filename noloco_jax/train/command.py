@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from noloco_jax.cluster.host import keep_freed_memory
-from noloco_jax.cluster.place import define_flags, find_place
+from noloco_jax.cluster.place import define_flags, find_rank
 from noloco_jax.config import parse_args
 from noloco_jax.files import folder_of_flag
 
@@ -16,7 +16,7 @@ from noloco_jax.files import folder_of_flag
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and train; return the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
-    place = find_place(flags, os.environ)
+    place = find_rank(flags, os.environ)
     keep_freed_memory()
     from noloco_jax.train.run import train_at  # imported late, so that --help and wrong flags do not wait for jax
 

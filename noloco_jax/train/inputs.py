@@ -14,7 +14,7 @@ from noloco_jax.data import (
     load_tokenizer,
     makes_same_ids,
 )
-from noloco_jax.errors import UserError, told_if_slow
+from noloco_jax.errors import UserError, log_if_slow
 from noloco_jax.metrics.evaluate import Validation, read_validation
 from noloco_jax.model.huggingface import check_has_format, load_params
 from noloco_jax.model.kind import Params, check_generates, check_kind
@@ -36,7 +36,7 @@ def check_inputs(config: TrainConfig, console: Console) -> tuple[RunData, Tokeni
         check_has_format(config.model)
         if is_remote(config.init_from):
             list_folder(config.init_from)
-    with told_if_slow("looking at the data's files and the tokenizer", console.print):
+    with log_if_slow("looking at the data's files and the tokenizer", console.print):
         data = RunData(config.data, seed=config.seed, vocab_size=config.model.vocab_size)
         data.check(config.num_replicas)
         return data, _tokenizer(config, data)
@@ -76,7 +76,7 @@ def open_inputs(
       console: where to print.
     """
     first, count = numbers
-    with told_if_slow("reading the validation documents and opening those to train on", console.print):
+    with log_if_slow("reading the validation documents and opening those to train on", console.print):
         validation = read_validation(data, tokenizer, config.eval_batches)
         read_here = replicas_read_here(programs.mesh, config.num_replicas)
         return validation, data.streams(tokenizer, {replica: first + replica for replica in read_here}, count)

@@ -11,11 +11,11 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.finite import is_finite
 from noloco_jax.spmd.programs import StepMetrics, TrainState
-from noloco_jax.train.parts import Outcome, Run
+from noloco_jax.train.parts import Outcome, RunContext
 from noloco_jax.train.step_log import StepLog
 
 
-def train_steps(run: Run, state: TrainState, start: int) -> Outcome:
+def train_steps(run: RunContext, state: TrainState, start: int) -> Outcome:
     """Train from step `start` + 1 to the last, or until the run is told to stop, and save.
 
     The evaluation of a step precedes its save, so that a run that is killed in between repeats both.
@@ -33,11 +33,11 @@ def train_steps(run: Run, state: TrainState, start: int) -> Outcome:
         raise
 
 
-def _train_steps(run: Run, state: TrainState, step: int, log: StepLog) -> Outcome:
+def _train_steps(run: RunContext, state: TrainState, step: int, log: StepLog) -> Outcome:
     config, sync = run.config, run.sync
     while step < config.num_steps:
         state, step, stride = sync.before_step(state, step, partial(_steps_at_once, config))
-        _report_news(run, step, log)
+        _report_events(run, step, log)
         step += stride
         run.stop.current = f"step {step}"
         taken = None
@@ -54,7 +54,7 @@ def _train_steps(run: Run, state: TrainState, step: int, log: StepLog) -> Outcom
             bytes_merging = run.messages.final_merge
         if taken is not None:
             log.remember(*taken, bytes_merging, sync.bytes_sent())
-        _report_news(run, step, log)
+        _report_events(run, step, log)
 
         is_evaluating = is_last or (config.eval_every > 0 and step % config.eval_every == 0)
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
@@ -95,7 +95,7 @@ def _steps_at_once(config: TrainConfig, step: int) -> int:
     return min([config.num_steps - step, *due])
 
 
-def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, StepMetrics, float]:
+def _inner_step(run: RunContext, state: TrainState, step: int) -> tuple[TrainState, StepMetrics, float]:
     """Dispatch a step; also return the seconds spent waiting for its batch."""
     started = time.perf_counter()
     batch = next(run.batches)
@@ -104,7 +104,7 @@ def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, Ste
     return TrainState(params, inner, state.outer), metrics, waited
 
 
-def _report_news(run: Run, step: int, log: StepLog) -> None:
+def _report_events(run: RunContext, step: int, log: StepLog) -> None:
     for news in run.sync.news(log.totals.seconds):
         if news.line:
             run.progress.note(news.line)
@@ -112,7 +112,7 @@ def _report_news(run: Run, step: int, log: StepLog) -> None:
             run.metrics.write(step, news.kind, **news.figures)
 
 
-def _evaluate(run: Run, state: TrainState, step: int, log: StepLog) -> None:
+def _evaluate(run: RunContext, state: TrainState, step: int, log: StepLog) -> None:
     run.sync.wait()  # an exchange under way is no part of the evaluation, and collectives have one order everywhere
     jax.block_until_ready(state.params)
     started = time.perf_counter()

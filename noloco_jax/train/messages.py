@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.methods import method_of, schedule_of
+from noloco_jax.optim.methods import method_of, schedule_of
 from noloco_jax.spmd.compile import arguments_of
 from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.traffic import bytes_sent, collectives_of
 
 
-class Messages(NamedTuple):
+class BytesSent(NamedTuple):
     """Bytes that a replica sends to other replicas, the mean over replicas, pairings and routes.
 
     A replica that is alone in an outer step sends nothing, and data between the stages of one replica is not counted.
@@ -29,7 +29,7 @@ class Messages(NamedTuple):
     final_merge: int | float = 0
 
 
-def messages_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> Messages:
+def bytes_sent_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> BytesSent:
     """Read the bytes that the replicas of a run send from the jaxprs of its programs.
 
     Replicas that share a device send nothing; here every stage of every replica has devices of its own, so that the
@@ -49,7 +49,7 @@ def messages_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> Messages:
         total: Fraction = bytes_sent(found) * config.mesh.stage
         return int(total) if total.denominator == 1 else float(total)
 
-    return Messages(
+    return BytesSent(
         outer_step=sent("outer_step") if programs.outer_step else 0,
         inner_step=sent("inner_step") if method_of(config).averages_gradients or config.mesh.stage > 1 else 0,
         final_merge=sent("merge") if programs.outer_step and config.outer.final_merge else 0,

@@ -12,12 +12,12 @@ from noloco_jax.metrics.console import Progress
 from noloco_jax.metrics.writer import MetricWriter
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.programs import Programs, TrainState
-from noloco_jax.train.messages import Messages
+from noloco_jax.train.messages import BytesSent
 from noloco_jax.train.sync import Sync
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """The parts of a run, all made and checked before its first step.
 
     Attributes:
@@ -41,7 +41,7 @@ class Run:
     evaluate: Callable[[Any], dict[str, Any]]
     checkpoints: Checkpointer
     totals: Totals
-    messages: Messages
+    messages: BytesSent
     peak_flops_per_second: float | None
     metrics: MetricWriter
     progress: Progress

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from noloco_jax import draws
 from noloco_jax.checkpoint.record import write_start
 from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
@@ -25,7 +24,7 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
-from noloco_jax.errors import TransientError, told_if_slow
+from noloco_jax.errors import TransientError, log_if_slow
 from noloco_jax.files import check_writable, without_room
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
@@ -35,6 +34,7 @@ from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_p
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
 from noloco_jax.model.kind import Params
+from noloco_jax.optim import prng
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import FIRST_WEIGHTS, compile_programs, keep_programs
@@ -42,8 +42,8 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.train.inputs import check_inputs, given_weights, open_inputs
 from noloco_jax.train.loop import train_steps
-from noloco_jax.train.messages import Messages
-from noloco_jax.train.parts import Outcome, Run
+from noloco_jax.train.messages import BytesSent
+from noloco_jax.train.parts import Outcome, RunContext
 from noloco_jax.train.resume import check_end, completion, restored_state
 from noloco_jax.train.sample import sample_of_run
 from noloco_jax.train.sync import Sync
@@ -207,7 +207,7 @@ def open_data(
     if saved is None:
         return validation, streams, given_weights(config, setup.tokenizer)
     streams.set_state(dict(enumerate(positions)))
-    with told_if_slow(f"comparing the checkpoint of step {saved.step} with its digests", console.print):
+    with log_if_slow(f"comparing the checkpoint of step {saved.step} with its digests", console.print):
         line = saved.verify()
     if setup.flags.dry_run:
         console.print(line)
@@ -219,7 +219,7 @@ def compile_run(setup: Setup, stop: Stop, needed: Sequence[str], *, draws_weight
     keep_programs()
     stop.current = "the compilation"
     started = time.perf_counter()
-    with told_if_slow("still compiling", setup.console.print):
+    with log_if_slow("still compiling", setup.console.print):
         only = [*needed, FIRST_WEIGHTS] if draws_weights else needed
         programs = compile_programs(setup.config, setup.programs, only=only)
     memory = format_memory(compiled_peak(program_memory(programs)))
@@ -233,7 +233,7 @@ def first_state(setup: Setup, opened: Opened, programs: Programs, given: Params 
         return restored_state(
             setup.config, programs, opened.checkpoints, opened.saved, setup.flags.from_step, setup.console
         )
-    return programs.init(draws.key(setup.config.seed)) if given is None else programs.from_params(given)
+    return programs.init(prng.key(setup.config.seed)) if given is None else programs.from_params(given)
 
 
 def before_training(setup: Setup, stop: Stop) -> int:
@@ -250,7 +250,7 @@ def train_to_end(
     state: TrainState,
     streams: ReplicaStreams,
     evaluate: Callable[[Any], dict[str, Any]],
-    messages: Messages,
+    messages: BytesSent,
     labels: Labels | None = None,
     observe: Callable[[int, str, Mapping[str, Any]], None] = lambda step, kind, values: None,
 ) -> Outcome:
@@ -284,7 +284,7 @@ def train_to_end(
         Progress(config.num_steps, start_step=opened.step, log_every=config.log_every, console=console) as progress,
     ):
         setup.processes.barrier("start")  # so that all clocks start together
-        run = Run(
+        run = RunContext(
             config=config,
             programs=programs,
             batches=GlobalBatches(streams, programs),
@@ -312,7 +312,7 @@ def finish(setup: Setup, stop: Stop, sync: Sync, programs: Programs, outcome: Ou
     if not outcome.finished:
         console.print(f"{stop.reason}: everything is saved at step {outcome.step}, the same command resumes from there")
         return stop.exit_status
-    with told_if_slow("writing the sample: its programs compile first", console.print):
+    with log_if_slow("writing the sample: its programs compile first", console.print):
         sample = sample_of_run(setup.config, setup.tokenizer, programs, outcome.state.params)
     if jax.process_index() == 0:
         if sample is not None:

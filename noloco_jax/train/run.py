@@ -6,24 +6,26 @@ from typing import Any
 
 from noloco_jax.checkpoint import elastic
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
-from noloco_jax.cluster.place import Place
+from noloco_jax.cluster.place import ProcessRank
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.start import joined
 from noloco_jax.config import TrainConfig, to_dict
-from noloco_jax.exchange.swap import choose_form
 from noloco_jax.files import full_disk_told
-from noloco_jax.methods import method_of
 from noloco_jax.metrics.evaluate import evaluate
+from noloco_jax.optim.exchange.swap import choose_form
+from noloco_jax.optim.methods import method_of
 from noloco_jax.spmd.background import compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import PROGRAMS
 from noloco_jax.train import phases
 from noloco_jax.train.banner import banner_rows
-from noloco_jax.train.messages import messages_of
+from noloco_jax.train.messages import bytes_sent_of
 from noloco_jax.train.phases import RunFlags
 from noloco_jax.train.sync import BackgroundSync, CollectiveSync
 
 
-def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **flags: Any) -> int:
+def train_at(
+    place: ProcessRank | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **flags: Any
+) -> int:
     """Train as the process at `place`; return the exit status.
 
     Args:
@@ -59,7 +61,7 @@ def train(config: TrainConfig, workdir: Path, *, processes: Processes | None = N
     mesh = setup.programs.mesh
     in_background = is_in_background(config, mesh)
     exchange_mesh = host_mesh(mesh) if in_background else mesh
-    messages = messages_of(config, mesh.shape)
+    messages = bytes_sent_of(config, mesh.shape)
 
     # Open.
     with phases.open_run(setup) as opened:

@@ -7,11 +7,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax import draws
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.decode import generate
+from noloco_jax.optim import prng
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.stages import resize_vocabulary
 
@@ -67,7 +67,7 @@ def sample_of_run(config: TrainConfig, tokenizer: Tokenizer | None, programs: Pr
         np.asarray([sample_prompt(config, tokenizer)], np.int32),
         max_new_tokens=config.sample_tokens,
         temperature=0.7,
-        key=draws.key(config.seed),
+        key=prng.key(config.seed),
         eos_id=tokenizer.eos_id,
     )
     return tokenizer.decode([int(i) for i in np.asarray(ids)[0]])

@@ -12,8 +12,8 @@ from noloco_jax.errors import UserError
 from noloco_jax.metrics.peaks import mfu, model_flops_per_token
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import StepMetrics, TrainState
-from noloco_jax.train.parts import Run
-from noloco_jax.train.sync import OuterSteps
+from noloco_jax.train.parts import RunContext
+from noloco_jax.train.sync import OuterStepRecord
 
 
 class _Step(NamedTuple):
@@ -25,7 +25,7 @@ class _Step(NamedTuple):
     step: int
     stride: int
     metrics: StepMetrics
-    outer: OuterSteps | None
+    outer: OuterStepRecord | None
     totals: Totals
     sent: int | float | None
 
@@ -33,7 +33,7 @@ class _Step(NamedTuple):
 class StepLog:
     """Log of steps, written one step late, so that the device computes the next step while the host writes."""
 
-    def __init__(self, run: Run, state: TrainState):
+    def __init__(self, run: RunContext, state: TrainState):
         self._run = run
         self._lr = learning_rates(run.config.inner, run.config.num_steps)
         self._flops_per_token = model_flops_per_token(run.config)
@@ -55,7 +55,7 @@ class StepLog:
         stride: int,
         metrics: StepMetrics,
         waited: float,
-        outer_steps: OuterSteps | None,
+        outer_steps: OuterStepRecord | None,
         bytes_merging: int | float,
         bytes_sent: int | float | None,
     ) -> None:
@@ -69,7 +69,7 @@ class StepLog:
         )
         self._previous = _Step(step, stride, metrics, outer_steps, self._totals, bytes_sent)
 
-    def _bytes_of(self, outer_steps: OuterSteps | None) -> int | float:
+    def _bytes_of(self, outer_steps: OuterStepRecord | None) -> int | float:
         if outer_steps is None:
             return 0
         return outer_steps.count * self._run.messages.outer_step
@@ -134,12 +134,12 @@ class StepLog:
         return figures
 
 
-def _unlogged(run: Run, state: TrainState) -> OuterSteps | None:
+def _unlogged(run: RunContext, state: TrainState) -> OuterStepRecord | None:
     """Return the outer steps before this start that no line has yet; their durations are unknown."""
     count = run.totals.unlogged_outer_steps
     if not count or state.outer is None:
         return None
-    return OuterSteps(int(state.outer.num_outer_steps) - count, count, 0.0)
+    return OuterStepRecord(int(state.outer.num_outer_steps) - count, count, 0.0)
 
 
 def _by_replica(values: jax.Array) -> dict[int, float]:

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.methods import schedule_of
+from noloco_jax.optim.methods import schedule_of
 from noloco_jax.spmd.background import BackgroundPrograms, HostExchange
 from noloco_jax.spmd.programs import Programs, TrainState
 
 
 @dataclass(frozen=True)
-class OuterSteps:
+class OuterStepRecord:
     """Consecutive outer steps that were taken.
 
     Attributes:
@@ -38,13 +38,13 @@ class OuterSteps:
     def last(self) -> int:
         return self.first + self.count - 1
 
-    def __add__(self, later: "OuterSteps | None") -> "OuterSteps":
+    def __add__(self, later: "OuterStepRecord | None") -> "OuterStepRecord":
         if later is None:
             return self
-        return OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds)
+        return OuterStepRecord(self.first, self.count + later.count, self.seconds + later.seconds)
 
 
-class News(NamedTuple):
+class SyncEvent(NamedTuple):
     """An event outside of steps: a line for people, and figures for a metrics line of the given kind."""
 
     line: str
@@ -72,7 +72,7 @@ class Sync(Protocol):
         """
         return state, step, 1
 
-    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
+    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterStepRecord | None]:
         """Take the outer steps, and apply the corrections, that are due after inner step `step`."""
         ...
 
@@ -104,7 +104,7 @@ class Sync(Protocol):
         """Return the bytes of messages exchanged since the last call; None: every outer step exchanges its message."""
         return None
 
-    def news(self, seconds: float) -> Sequence[News]:
+    def news(self, seconds: float) -> Sequence[SyncEvent]:
         """Return the events since the last call; `seconds` is the run's duration up to now."""
         return ()
 
@@ -147,7 +147,7 @@ class CollectiveSync(Sync):
         self._seconds_correcting = 0.0
         self._counts: tuple[int, int] | None = None
 
-    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
+    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterStepRecord | None]:
         if self._schedule is None:
             return state, None
         num_outer_steps, _ = self._counted(state)
@@ -180,14 +180,14 @@ class CollectiveSync(Sync):
             self._counts, self._seconds_correcting = (num_outer_steps, end), self._seconds_correcting + seconds
         return state
 
-    def _outer_steps(self, state: TrainState, step: int, count: int) -> tuple[TrainState, OuterSteps | None]:
+    def _outer_steps(self, state: TrainState, step: int, count: int) -> tuple[TrainState, OuterStepRecord | None]:
         if count == 0:
             return state, None
         first, num_applied = self._counted(state)
         state, seconds = self._outer_timing.run(step, state, range(first, first + count), self._outer_step)
         self._counts = first + count, num_applied
         seconds, self._seconds_correcting = seconds + self._seconds_correcting, 0.0
-        return state, OuterSteps(first, count, seconds)
+        return state, OuterStepRecord(first, count, seconds)
 
     def _outer_step(self, state: TrainState, number: int) -> TrainState:
         assert self._programs.outer_step is not None

@@ -14,7 +14,7 @@ def config_file(tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def result(tmp_path_factory) -> dict:
-    from noloco_jax.bench.measure import measure
+    from noloco_jax.tools.bench.measure import measure
     from support import benchmarks, processes
 
     data = processes.write_config(tmp_path_factory.mktemp("run") / "made").parent / "data"
@@ -25,7 +25,7 @@ def result(tmp_path_factory) -> dict:
 @pytest.fixture(scope="session")
 def ddp_result(tmp_path_factory) -> dict:
     """Result of a run without data, with a trace."""
-    from noloco_jax.bench.measure import measure
+    from noloco_jax.tools.bench.measure import measure
     from support import benchmarks
 
     profile = tmp_path_factory.mktemp("trace")

@@ -6,10 +6,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from noloco_jax.bench import measure as module
-from noloco_jax.bench import timing
-from noloco_jax.bench.measure import measure
 from noloco_jax.metrics.peaks import Peak
+from noloco_jax.tools.bench import measure as module
+from noloco_jax.tools.bench import timing
+from noloco_jax.tools.bench.measure import measure
 from support.benchmarks import SMALL, TINY, small
 
 # By hand: embedding and head, attention's q, k, v, o, the MLP's three, three norms.

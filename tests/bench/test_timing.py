@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from noloco_jax.bench import timing
-from noloco_jax.bench.report import Row, show
+from noloco_jax.tools.bench import timing
+from noloco_jax.tools.bench.report import Row, show
 from support.benchmarks import small
 
 

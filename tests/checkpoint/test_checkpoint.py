@@ -135,7 +135,7 @@ def test_a_whole_checkpoint_that_does_not_fit_is_never_advised_to_be_deleted(tmp
         found = checkpoints.open(3)
         monkeypatch.setattr(checkpoints._manager, "restore", raising(error))
         with pytest.raises(UserError, match="is whole, and cannot be restored for this configuration") as raised:
-            found.state(programs_of(changed(4)).resting)
+            found.state(programs_of(changed(4)).between_steps)
     assert "delete" not in str(raised.value)
 
 
@@ -149,7 +149,7 @@ def test_elastic_restore_returns_corrections_and_offloaded_outer_state_to_host_m
     assert_equal(back, jax.tree.map(lambda x: np.asarray(x)[[0, 1, 0, 1]] if x.ndim else x, state))
     # The outer state has slow weights, momentum and the pending corrections (Late).
     assert len(jax.tree.leaves(back.outer)) > 3 * len(jax.tree.leaves(back.params))
-    assert {x.sharding for x in jax.tree.leaves(back)} == {x.sharding for x in jax.tree.leaves(programs.resting)}
+    assert {x.sharding for x in jax.tree.leaves(back)} == {x.sharding for x in jax.tree.leaves(programs.between_steps)}
     assert {x.sharding.memory_kind for x in jax.tree.leaves(back.outer)} == {"pinned_host"}
 
 

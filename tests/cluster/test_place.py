@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 import pytest
 
 from noloco_jax.cluster import place
-from noloco_jax.cluster.place import Place, define_flags, find_place
+from noloco_jax.cluster.place import ProcessRank, define_flags, find_rank
 from noloco_jax.errors import UserError
 
 
@@ -16,10 +16,10 @@ def devices(tmp_path, monkeypatch):
     return tmp_path
 
 
-def found(arguments: str = "", **environment: str) -> Place | None:
+def found(arguments: str = "", **environment: str) -> ProcessRank | None:
     parser = ArgumentParser()
     define_flags(parser)
-    return find_place(parser.parse_args(arguments.split()), environment)
+    return find_rank(parser.parse_args(arguments.split()), environment)
 
 
 # A task of a step of 2 nodes with 4 tasks each.
@@ -62,25 +62,25 @@ def test_a_process_alone_is_not_distributed(arguments, environment):
     ids=["Slurm", "Open MPI", "TPU", "TPU slices"],
 )
 def test_jax_finds_the_place_of_a_launched_process(environment):
-    assert found(**environment) == Place(is_launched=True)
+    assert found(**environment) == ProcessRank(is_launched=True)
 
 
 def test_a_tpu_machine_leaves_its_place_to_jax(devices):
     (devices / "accel0").touch()
-    assert found() == Place(is_launched=True)
+    assert found() == ProcessRank(is_launched=True)
     assert found(JAX_PLATFORMS="cpu") is None
 
 
 def test_flags_precede_variables_and_variables_precede_the_launcher():
-    assert found("--coordinator=host:1 --num_processes=4 --process_id=3") == Place("host:1", 4, 3)
-    assert found("--coordinator=b:2", **JAX) == Place("b:2", 16, 11)
-    assert found(**JAX, **SLURM) == Place("a:1", 16, 11, is_launched=True)
+    assert found("--coordinator=host:1 --num_processes=4 --process_id=3") == ProcessRank("host:1", 4, 3)
+    assert found("--coordinator=b:2", **JAX) == ProcessRank("b:2", 16, 11)
+    assert found(**JAX, **SLURM) == ProcessRank("a:1", 16, 11, is_launched=True)
 
 
 def test_a_pod_of_an_indexed_job_takes_its_index():
     variables = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}
-    assert found(**variables, JOB_COMPLETION_INDEX="1") == Place("a:1", 2, 1)
-    assert found(**variables, JOB_COMPLETION_INDEX="1", JAX_PROCESS_ID="0") == Place("a:1", 2, 0)
+    assert found(**variables, JOB_COMPLETION_INDEX="1") == ProcessRank("a:1", 2, 1)
+    assert found(**variables, JOB_COMPLETION_INDEX="1", JAX_PROCESS_ID="0") == ProcessRank("a:1", 2, 0)
 
 
 @pytest.mark.parametrize(

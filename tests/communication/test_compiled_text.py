@@ -11,7 +11,7 @@ from noloco_jax.spmd.compile import arguments_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.pipeline.routes import route_pool
 from noloco_jax.spmd.programs import build_programs
-from noloco_jax.train.messages import messages_of, num_pairings
+from noloco_jax.train.messages import bytes_sent_of, num_pairings
 from support import tiny_model
 from support.compiled_text import Found, collectives_in
 
@@ -61,7 +61,7 @@ def test_messages_of_an_outer_step_are_those_of_the_compiled_branches(num_replic
     found = across(compiled(config, "outer_step"))
     assert {one.kind for one in found} == {"collective-permute"}
     total = sum(one.bytes * one.num_pairs for one in found)
-    sent = messages_of(config, config_mesh(config)).outer_step
+    sent = bytes_sent_of(config, config_mesh(config)).outer_step
     assert total == pytest.approx(sent * num_pairings(config) * num_replicas, rel=1e-12)
 
 
@@ -72,7 +72,7 @@ def test_messages_of_a_routed_inner_step_are_those_of_the_compiled_branches():
     assert {one.kind for one in found} == {"collective-permute"}
     num_branches = len({tuple(routes.flat) for routes in route_pool(4, 2, config.seed, "random")})
     total = sum(one.bytes * one.num_pairs for one in found) * 3 / num_branches
-    assert total == pytest.approx(messages_of(config, config_mesh(config)).inner_step * 4, rel=1e-12)
+    assert total == pytest.approx(bytes_sent_of(config, config_mesh(config)).inner_step * 4, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_an_all_reduce_sends_the_bytes_of_a_ring(method, program, field):
     config = config_of(method, 4, {"final_merge": True} if method == "noloco" else {})
     found = across(compiled(config, program))
     assert {one.kind for one in found} == {"all-reduce"}
-    sent = getattr(messages_of(config, config_mesh(config)), field)
+    sent = getattr(bytes_sent_of(config, config_mesh(config)), field)
     assert sent == sum(one.bytes for one in found) * 2 * 3 / 4 > 0
 
 
@@ -99,7 +99,7 @@ def test_encoded_messages_to_all_send_their_bytes_once(method, outer, kinds, mes
     found = across(compiled(config, "outer_step"))
     assert {one.kind for one in found} == kinds
     sent = sum(one.bytes for one in found) * 3 / 4 * math.prod(mesh.values())  # by all devices of a replica
-    assert messages_of(config, config_mesh(config)).outer_step == sent > 0
+    assert bytes_sent_of(config, config_mesh(config)).outer_step == sent > 0
 
 
 @pytest.mark.parametrize("program", ["inner_step", "outer_step"])

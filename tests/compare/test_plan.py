@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_jax.compare import command as compare
-from noloco_jax.compare.runner import share_of_cores, share_of_gpus
 from noloco_jax.errors import UserError
+from noloco_jax.tools.compare import command as compare
+from noloco_jax.tools.compare.runner import share_of_cores, share_of_gpus
 from support.comparisons import METHODS, arguments, only, plan_of, train
 from support.paths import ROOT
 

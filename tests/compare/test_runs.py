@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from noloco_jax.cluster.stop import RESTART
-from noloco_jax.compare import command as compare
-from noloco_jax.compare import runner
-from noloco_jax.compare.runner import LOCK_FILE, LOG_FILE, PLANNED_FILE, Comparison
 from noloco_jax.config import from_dict, load_config, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_bytes
+from noloco_jax.tools.compare import command as compare
+from noloco_jax.tools.compare import runner
+from noloco_jax.tools.compare.runner import LOCK_FILE, LOG_FILE, PLANNED_FILE, Comparison
 from support import processes, warm
 from support.comparisons import arguments, plan_of
 

@@ -17,7 +17,7 @@ from noloco_jax.config import (
     save_config,
     unused_settings,
 )
-from noloco_jax.methods import METHOD_FIELDS
+from noloco_jax.optim.methods import METHOD_FIELDS
 from support.paths import CONFIGS
 
 # Taken from the papers and from the defaults of the four transforms before METHODS existed.

@@ -17,7 +17,7 @@ from noloco_jax.config import (
     to_dict,
 )
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHODS
+from noloco_jax.optim.methods import METHODS
 
 FILE = """
 from ml_collections import ConfigDict

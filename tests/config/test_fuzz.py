@@ -8,7 +8,7 @@ import pytest
 from noloco_jax.config import TrainConfig, from_dict, known_fields, load_config, to_dict
 from noloco_jax.config.schema import FieldInfo
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHODS, schedule_of
+from noloco_jax.optim.methods import METHODS, schedule_of
 from noloco_jax.spmd.mesh import mesh_shape
 from support.paths import ROOT
 

@@ -7,7 +7,7 @@ import noloco_jax.config
 from noloco_jax.config import known_fields
 from noloco_jax.config.changes import on_resume
 from noloco_jax.config.reference import page
-from noloco_jax.methods import METHODS
+from noloco_jax.optim.methods import METHODS
 
 FILE = Path(noloco_jax.config.__file__).parents[2] / "configs" / "FIELDS.md"
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.exchange.all_reduce import AllExchange
-from noloco_jax.exchange.wire import Blocks, wire_of
-from noloco_jax.outer.rule import Outgoing
+from noloco_jax.optim.exchange.all_reduce import AllExchange
+from noloco_jax.optim.exchange.wire import Blocks, wire_of
+from noloco_jax.optim.rule import Outgoing
 from support.exchanges import LAST
 from support.layouts import Layout, axis_of, over_replicas, state_at_start
 from support.oracle import BITS, ROUNDED, diloco_step, grid_steps

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.exchange.permute import lower
+from noloco_jax.optim.exchange.permute import lower
 from support.exchanges import exchange_of
 from support.oracle import group_mean as oracle_mean
 

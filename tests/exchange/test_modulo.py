@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.exchange.blocks import block_counts
-from noloco_jax.exchange.modulo import Modulo, _checksum
-from noloco_jax.wires import MODULO_BITS
+from noloco_jax.optim.exchange.blocks import block_counts
+from noloco_jax.optim.exchange.modulo import Modulo, _checksum
+from noloco_jax.optim.wire_sizes import MODULO_BITS
 from support.exchanges import exchange_of
 
 PAIRS = [[0, 3], [1, 2], [4, 6], [5, 7]]

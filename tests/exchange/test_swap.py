@@ -14,13 +14,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import noloco_jax as nj
-from noloco_jax.exchange import swap
-from noloco_jax.exchange.all_reduce import AllExchange, all_mean
-from noloco_jax.exchange.mean import MeanExchange
-from noloco_jax.exchange.modulo import Modulo
-from noloco_jax.exchange.swap import NOWHERE, move_by_sums
-from noloco_jax.exchange.wire import wire_of
-from noloco_jax.outer.rule import Outgoing
+from noloco_jax.optim.exchange import swap
+from noloco_jax.optim.exchange.all_reduce import AllExchange, all_mean
+from noloco_jax.optim.exchange.mean import MeanExchange
+from noloco_jax.optim.exchange.modulo import Modulo
+from noloco_jax.optim.exchange.swap import NOWHERE, move_by_sums
+from noloco_jax.optim.exchange.wire import wire_of
+from noloco_jax.optim.rule import Outgoing
 from noloco_jax.spmd.traffic import collectives_of
 from support.exchanges import LAST
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.exchange.blocks import pack, smallest_and_largest, unpack
-from noloco_jax.exchange.wire import WIRES, from_code, to_code
+from noloco_jax.optim.exchange.blocks import pack, smallest_and_largest, unpack
+from noloco_jax.optim.exchange.wire import WIRES, from_code, to_code
 from support.exchanges import exchange_of
 from support.layouts import axis_of, over_replicas, random_tree, state_at_start
 from support.oracle import BITS, ROUNDED, grid_steps, noloco_step

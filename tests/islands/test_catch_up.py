@@ -7,13 +7,13 @@ import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp, locate, receive
-from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.interfaces import Met
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
+from noloco_jax.islands.interfaces import RoundOutcome
 from noloco_jax.islands.peers import MAX_ROUND
 from support.island_world import Sea, Sim, participation
 
 
-def over(met: Met) -> bool:
+def over(met: RoundOutcome) -> bool:
     """Return whether a round was alone as one of the two had taken its last step."""
     return met.reason in ("leaving", "it has finished", "the partner has finished")
 
@@ -86,7 +86,7 @@ async def test_a_donor_is_near_the_median_round_when_it_is_chosen_and_when_its_w
     found = {name: pb.Status(phase=pb.Status.TRAINING, round=round) for name, round in rounds}
     assert sorted(catch_up._donors(found)) == ["b", "c", "d"]
     catch_up._check(pb.Position(round=11), found)
-    with pytest.raises(Unfit, match="where most are at"):
+    with pytest.raises(ProtocolError, match="where most are at"):
         catch_up._check(pb.Position(round=1000), found)
 
 
@@ -164,7 +164,7 @@ async def test_weights_that_are_not_whole_or_not_finite_are_refused(fault):
         def weights(self, peer, request):
             return frames()
 
-    with pytest.raises(Broken if fault == "silent" else Unfit):
+    with pytest.raises(ConnectionLost if fault == "silent" else ProtocolError):
         async with asyncio.timeout(60):
             data = await receive(Network(), "b", pb.WeightsRequest(), 16)  # type: ignore[arg-type]
         await Sea("ab").add("a").received(data, pb.Position())
@@ -176,5 +176,5 @@ async def test_an_impossible_position_is_refused(round, step):
         async def weights(self, peer, request):
             yield pb.WeightsFrame(position=pb.Position(round=round, step=step))
 
-    with pytest.raises(Unfit, match="impossible round"):
+    with pytest.raises(ProtocolError, match="impossible round"):
         await locate(Network(), "b")  # type: ignore[arg-type]

@@ -11,13 +11,13 @@ import pytest
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.exchange import ConnectionLost
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.node import SILENT
 from noloco_jax.islands.run import can_be_at, closing
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
-from noloco_jax.schedule import SyncSchedule
+from noloco_jax.optim.schedule import SyncSchedule
 from noloco_jax.spmd.programs import TrainState
 from support.island_world import Sea, Sim
 
@@ -85,7 +85,7 @@ async def test_a_partner_that_leaves_ends_the_meeting_at_once():
     a, b = two()
 
     async def faults(sender: str, receiver: str, kind: str) -> None:
-        raise Broken("a fault of the test")
+        raise ConnectionLost("a fault of the test")
 
     a.world.faults = faults
     a.end_round()
@@ -98,7 +98,7 @@ async def test_a_partner_that_leaves_ends_the_meeting_at_once():
 async def test_a_peer_that_may_have_gone_is_asked_for_its_weights_for_half_a_minute_alone(unmerged, seconds):
     async def fetch(name: str, left: float, more: float) -> Any:
         assert left == pytest.approx(max(600 - now(), 0)) and more == 600
-        raise Broken("nobody listens there")
+        raise ConnectionLost("nobody listens there")
 
     now = asyncio.get_running_loop().time
     link: Any = SimpleNamespace(fetch=fetch, unmerged=lambda names: unmerged)

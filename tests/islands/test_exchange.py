@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from noloco_jax.islands.exchange import SILENT_SECONDS, Broken
+from noloco_jax.islands.exchange import SILENT_SECONDS, ConnectionLost
 from noloco_jax.islands.meetings import Meetings
 from support.island_world import Delivered, Sea, Sim, no_faults
 
@@ -45,7 +45,7 @@ async def test_corrections_of_interrupted_exchanges_sum_to_zero_and_enter_once(i
         await asyncio.sleep(0.001 * sea.random.random())
         if sea.random.random() < (0.3 if kind in ("received", "commit") else 0.1):
             broken[kind] += 1
-            raise sea.random.choice((Broken, Delivered))("a fault of the test")
+            raise sea.random.choice((ConnectionLost, Delivered))("a fault of the test")
 
     sea.faults = faults
     sims = await train_two(sea, interrupted)
@@ -70,7 +70,7 @@ async def test_a_frame_that_is_lost_once_costs_nothing(kind, sender):
         await no_faults(sending, receiver, of_kind)
         if of_kind == kind and sending == sender and not lost:
             lost.append(kind)
-            raise Broken("a fault of the test")
+            raise ConnectionLost("a fault of the test")
 
     sea.faults = faults
     ours, theirs = pairs_of(await train_two(sea, 6))
@@ -88,7 +88,7 @@ async def test_an_exchange_that_the_partner_accepts_anew_does_not_count_as_one_s
         await no_faults(sender, receiver, kind)
         if (kind == "received" and not lost) or (kind == "piece" and lost):
             lost.append(kind)
-            raise Broken("a fault of the test")
+            raise ConnectionLost("a fault of the test")
 
     sea.faults = faults
     sims = await train_two(sea, 4)
@@ -110,7 +110,7 @@ async def test_a_lost_commit_is_told_again_as_long_as_the_dialler_may_ask():
             late.append("comes")
         elif kind == "commit" and len(late) == 2 and sender == late[0]:
             late.append("lost")
-            raise Broken("a fault of the test")
+            raise ConnectionLost("a fault of the test")
 
     sea.faults = faults
     ours, theirs = pairs_of(await train_two(sea, 200))
@@ -125,7 +125,7 @@ async def test_messages_are_freed_as_their_exchanges_end():
     async def faults(sender: str, receiver: str, kind: str) -> None:
         await no_faults(sender, receiver, kind)
         if sea.random.random() < 0.1:
-            raise Broken("a fault of the test")
+            raise ConnectionLost("a fault of the test")
 
     def keep(message: np.ndarray) -> np.ndarray:
         messages.append(weakref.ref(message))

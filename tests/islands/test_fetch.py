@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import PIECE_BYTES, Broken
+from noloco_jax.islands.exchange import PIECE_BYTES, ConnectionLost
 from noloco_jax.islands.fetch import fetch
 from noloco_jax.islands.payload import specs_of
 
@@ -45,7 +45,7 @@ async def fetched(line: Any, folder: Path, seconds: float) -> tuple[str | np.nda
         (array,), round = await fetch(line, "rome", specs_of([WEIGHTS]), folder, seconds, last=True)
         assert round == 79
         return array, now() - started
-    except Broken as error:
+    except ConnectionLost as error:
         return str(error), now() - started
 
 

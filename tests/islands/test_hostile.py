@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import SILENT_SECONDS, Broken, Unfit
+from noloco_jax.islands.exchange import SILENT_SECONDS, ConnectionLost, ProtocolError
 from noloco_jax.islands.meetings import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS
 from noloco_jax.islands.roster import BadRosterError
 from noloco_jax.islands.view import ROSTER_SECONDS
@@ -82,7 +82,7 @@ async def say(sea: Sea, frames) -> list[pb.Frame]:
             async with asyncio.timeout(SILENT_SECONDS + 1):
                 while True:
                     answers.append(await stream.receive())
-    except (Broken, TimeoutError):
+    except (ConnectionLost, TimeoutError):
         pass
     return answers
 
@@ -173,7 +173,7 @@ async def test_claims_of_a_newer_roster_are_followed_up_once_in_a_while():
 )
 async def test_greetings_of_impossible_sizes_are_refused(greeting):
     a = Sea("ab").add("a")
-    with pytest.raises(Unfit):
+    with pytest.raises(ProtocolError):
         await a.node.greeted("b", greeting)
 
 

@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.island.command import main as island
+from noloco_jax.islands.command import main as island
 from noloco_jax.islands.keys import Credentials, credentials_for, expiry_warning, issue_in, load_keys
 from noloco_jax.islands.roster import MEMBERS_FILE, read_members, read_roster
 from support.disks import small_disk

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.errors import INTERRUPTED, RESTART
-from noloco_jax.island import local
+from noloco_jax.islands import local
 from support.live_island import LiveIsland, training, wait_for
 from support.rosters import on_loopback, with_keys
 

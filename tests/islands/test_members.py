@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from noloco_jax.errors import UserError
-from noloco_jax.island.command import main as island
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.commands import Run, discover, open_run
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.ask import RosterAndKeys, discover, open_run
+from noloco_jax.islands.command import main as island
+from noloco_jax.islands.exchange import ConnectionLost
 from noloco_jax.islands.members import lead
 from noloco_jax.islands.roster import MEMBERS_FILE, Address, Member, Roster, read_members
 from noloco_jax.islands.transport import Dialler
@@ -65,7 +65,7 @@ def test_a_removed_member_s_keys_fetch_nothing_and_it_is_told_why(run, tmp_path)
         former = open_run(path, keys / "berlin")
         said = f"berlin is removed: no member from round {(until or 0) + 1} on"
         assert discover(former, 60.0).answers["paris"] == said
-        with pytest.raises(Broken, match=said):
+        with pytest.raises(ConnectionLost, match=said):
             asyncio.run(_weights(former))
         assert discover(open_run(path, keys), 60.0).statuses.keys() == {"paris"}
         (tmp_path / "lost").mkdir()
@@ -75,7 +75,7 @@ def test_a_removed_member_s_keys_fetch_nothing_and_it_is_told_why(run, tmp_path)
         assert isinstance(again.error, UserError) and said in str(again.error)
 
 
-async def _weights(run: Run) -> list[pb.WeightsFrame]:
+async def _weights(run: RosterAndKeys) -> list[pb.WeightsFrame]:
     dialler = Dialler(run.name, run.credentials, run.roster)
     try:
         return [frame async for frame in dialler.weights("paris", pb.WeightsRequest())]

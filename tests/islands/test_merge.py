@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax import draws
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import TrainConfig, from_dict, save_config
 from noloco_jax.errors import UserError
-from noloco_jax.island.command import main as island
+from noloco_jax.islands.command import main as island
 from noloco_jax.islands.membership import write_incarnation
 from noloco_jax.model.huggingface import config_from_folder, load_params
+from noloco_jax.optim import prng
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 
@@ -36,7 +36,7 @@ def programs() -> Programs:
 
 def saved(folder: Path, replica: int, config: TrainConfig = CONFIG, value: float | None = None) -> list[np.ndarray]:
     """Save a checkpoint as an island does; return its weights."""
-    state = programs().init(draws.key(replica))
+    state = programs().init(prng.key(replica))
     if value is not None:
         state = state._replace(params=jax.tree.map(lambda x: x * value, state.params))
     folder.mkdir(parents=True)

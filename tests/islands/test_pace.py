@@ -7,7 +7,7 @@ import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.pace import EARNED, MAX_EARNED, Pace
-from noloco_jax.islands.view import View
+from noloco_jax.islands.view import PeerTable
 from support.island_world import Sea, participation
 
 
@@ -107,7 +107,7 @@ async def test_what_one_member_tells_of_its_time_costs_the_others_a_twentieth_at
         *honest, liar = [sea.add(name, by_time=by_time) for name in names]
 
         def timing(round: int | None = None, node=liar.node.view) -> pb.Timing:
-            told = View.timing(node, round)
+            told = PeerTable.timing(node, round)
             found = LIES[lie](told.round, told.ago, told.round_seconds)
             return pb.Timing(round=found[0], ago=found[1], round_seconds=found[2])
 

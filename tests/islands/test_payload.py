@@ -7,10 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax.exchange.blocks import block_counts
-from noloco_jax.exchange.modulo import BROKEN, Modulo, encode_in, propose
-from noloco_jax.exchange.wire import encode, wire_of
-from noloco_jax.islands.exchange import Unfit
+from noloco_jax.islands.exchange import ProtocolError
 from noloco_jax.islands.interfaces import Codec
 from noloco_jax.islands.payload import (
     CATCH_UP,
@@ -18,12 +15,15 @@ from noloco_jax.islands.payload import (
     MAX_WINDOW,
     ArraySpec,
     Message,
-    StateForms,
+    StateCodec,
     codec_of,
     pack,
     pair_windows,
 )
 from noloco_jax.islands.transport import MAX_BYTES
+from noloco_jax.optim.exchange.blocks import block_counts
+from noloco_jax.optim.exchange.modulo import BROKEN, Modulo, encode_in, propose
+from noloco_jax.optim.exchange.wire import encode, wire_of
 
 SHAPES, DIMS = [(5, 96), (7,)], [1, 0]
 WIRES = ("float32", "bfloat16", "int8", "int4", "modulo4")
@@ -114,7 +114,7 @@ def test_bytes_of_another_length_are_refused(name):
     own = message(name, values(0))
     parts = exchanged(name, own, own)
     for wrong in (parts[-1][:-1], parts[-1] + b"x", b""):
-        with pytest.raises(Unfit):
+        with pytest.raises(ProtocolError):
             codec(name).read(own, [*parts[:-1], wrong])
 
 
@@ -150,13 +150,13 @@ def state() -> dict[int, np.ndarray]:
     }
 
 
-def small_of(forms: StateForms, kind: int, leaves: dict[int, np.ndarray]) -> bytes:
+def small_of(forms: StateCodec, kind: int, leaves: dict[int, np.ndarray]) -> bytes:
     return pack([leaves[number] for number in forms.small]) if kind == CATCH_UP else b""
 
 
 @pytest.mark.parametrize("kind", [EXACT, CATCH_UP])
 def test_weights_travel_exactly_or_in_eight_bits_and_what_goes_with_them_exactly(kind):
-    forms, leaves = StateForms(SPECS, 1, carried=[2]), state()
+    forms, leaves = StateCodec(SPECS, 1, carried=[2]), state()
     data = forms.encode(kind, leaves)
     assert len(data) == forms.num_bytes(kind)
     assert len(data) < 0.3 * 4 * 900 or kind != CATCH_UP
@@ -171,9 +171,9 @@ def test_weights_travel_exactly_or_in_eight_bits_and_what_goes_with_them_exactly
 
 @pytest.mark.parametrize("kind", [EXACT, CATCH_UP])
 def test_weights_that_are_not_finite_are_refused(kind):
-    forms, leaves = StateForms(SPECS, 1, carried=[2]), state()
+    forms, leaves = StateCodec(SPECS, 1, carried=[2]), state()
     leaves[0][1, 7] = np.nan
-    with pytest.raises(Unfit, match="not finite"):
+    with pytest.raises(ProtocolError, match="not finite"):
         forms.decode(kind, forms.encode(kind, leaves), small_of(forms, kind, leaves))
 
 
@@ -182,7 +182,7 @@ def test_a_state_of_ten_thousand_arrays_travels_in_seconds_and_its_position_in_o
     """Regression test: the time grew by the square of the number, and small arrays outgrew a message of 2 MiB."""
     rng = np.random.default_rng(0)
     leaves = {n: rng.normal(size=300).astype(np.float32) for n in range(10_000)} | {10_000: np.array(7)}
-    forms = StateForms([ArraySpec(x.shape, x.dtype) for x in leaves.values()], 5000, range(5000, 10_001))
+    forms = StateCodec([ArraySpec(x.shape, x.dtype) for x in leaves.values()], 5000, range(5000, 10_001))
     began = time.process_time()
     data, small = forms.encode(kind, leaves), small_of(forms, kind, leaves)
     assert len(data) == forms.num_bytes(kind) and len(small) < MAX_BYTES

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax.islands.commands import Run, open_run
+from noloco_jax.islands.ask import RosterAndKeys, open_run
 from noloco_jax.islands.exchange import SILENT_SECONDS
 from noloco_jax.islands.merge import Merged, mean_of, of_live_islands
 from noloco_jax.islands.transport import Dialler
@@ -22,7 +22,7 @@ SHARDED = ["--config.mesh.fsdp=2"]
 SMALL = "--config.model.num_layers=1"
 
 
-async def merged(run: Run, folder: Path) -> Merged:
+async def merged(run: RosterAndKeys, folder: Path) -> Merged:
     """Return the mean of the weights of the islands that train."""
     dialler = Dialler(run.name, run.credentials, run.roster)
     try:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from noloco_jax.islands import exchange
-from noloco_jax.islands.exchange import PIECE_BYTES, SILENT_SECONDS, Broken
+from noloco_jax.islands.exchange import PIECE_BYTES, SILENT_SECONDS, ConnectionLost
 from noloco_jax.islands.link_advice import settings_that_fit
 from noloco_jax.islands.meetings import Meeting
 from noloco_jax.islands.network import Correction
 from noloco_jax.islands.payload import Message
 from noloco_jax.islands.transport import CALLS_OF_ONE
-from noloco_jax.simulate.cost import Setting
-from noloco_jax.simulate.report import completed_share
+from noloco_jax.tools.simulate.cost import Setting
+from noloco_jax.tools.simulate.report import completed_share
 from support import slow_links
 from support.island_world import Sim
 from support.live_island import WEIGHTS, LiveIsland
@@ -112,7 +112,7 @@ async def test_what_a_broken_call_has_brought_is_not_sent_again():
 
     async def faults(sender: str, receiver: str, kind: str) -> None:
         if kind == "piece" and sea.random.random() < 1 / pieces:
-            raise Broken("a fault of the test")
+            raise ConnectionLost("a fault of the test")
 
     sea.faults = faults
     sims, _ = await train(sea, 100)

@@ -8,7 +8,7 @@ import pytest
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.exchange import ConnectionLost
 from noloco_jax.islands.start import LOST_SECONDS, TOGETHER_SECONDS, admit, begin
 from support.island_world import Sea, Sim, participation
 
@@ -98,7 +98,7 @@ async def test_an_island_without_weights_ends_where_all_others_have_finished_and
 
 
 async def never_given(kind: int) -> bytes:
-    raise Broken("no copy of the weights")
+    raise ConnectionLost("no copy of the weights")
 
 
 @pytest.mark.parametrize("has_weights", [True, False], ids=["with a checkpoint", "without"])

@@ -14,9 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_jax.errors import UserError
-from noloco_jax.island.command import main as island
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.commands import open_run
+from noloco_jax.islands.ask import open_run
+from noloco_jax.islands.command import main as island
 from noloco_jax.islands.dashboard import COUNTERS, GAUGES, PREFIX, STATE, DashboardServer, exposition
 from noloco_jax.islands.roster import Address
 from noloco_jax.islands.watcher import Watcher

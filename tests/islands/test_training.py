@@ -11,18 +11,18 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax import draws
 from noloco_jax.config import TrainConfig
 from noloco_jax.islands import steps
 from noloco_jax.islands.catch_up import CaughtUp
-from noloco_jax.islands.interfaces import Met
+from noloco_jax.islands.interfaces import RoundOutcome
 from noloco_jax.islands.membership import Membership
 from noloco_jax.islands.programs import build_solo
 from noloco_jax.islands.run import labels_of, observe_by
 from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.metrics.writer import MetricWriter
-from noloco_jax.schedule import SyncSchedule
+from noloco_jax.optim import prng
+from noloco_jax.optim.schedule import SyncSchedule
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs, shardings_of
@@ -52,17 +52,17 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
         mine.programs = compile_programs(mine.own, programs, only=("inner_step",))
         link, island = mine.join(NAMES[replica])
         wait_for_exchanges(island)
-        state = mine.programs.init(draws.key(config.seed))
+        state = mine.programs.init(prng.key(config.seed))
         for step in range(1, config.num_steps + 1):
             state = mine.inner(state, step, range(replica, replica + 1))
-            assert shardings_of(state.outer) == shardings_of(mine.programs.resting.outer)
+            assert shardings_of(state.outer) == shardings_of(mine.programs.between_steps.outer)
             state = island.outer_step(state, step, int(step % config.outer.sync_every == 0))
         assert [one.outcome for one in link.take_met()] == ["met"] * 4
         assert island.seconds_exposed > 0
         final[replica] = jax.device_get(state)
         leaves = dict(enumerate(map(np.asarray, jax.tree.leaves(final[replica].params))))
         again, _ = island.caught_up(CaughtUp(3, 9, leaves))
-        assert shardings_of(again) == shardings_of(mine.programs.resting)
+        assert shardings_of(again) == shardings_of(mine.programs.between_steps)
         assert again.outer is not None and int(again.outer.num_outer_steps) == 4
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), final[replica].params)
         link.close()
@@ -125,7 +125,7 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(tm
     link: Any = SimpleNamespace(
         stride=lambda most: 1, round_ended=lambda number, step, message, norm, tokens: weights.append(tokens)
     )
-    state = world.programs.init(draws.key(0))
+    state = world.programs.init(prng.key(0))
     island = IslandSteps(link, build_solo(world.own, world.programs), lambda item: state, lambda step: 1000)
     state, step = island.caught_up(CaughtUp(-1, 0, {}))
     for step in range(1, WARM_UP_STEPS + 5):
@@ -140,13 +140,13 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(tm
 
 def test_the_bytes_sent_are_those_of_messages_that_were_exchanged_and_lines_come_every_few_steps():
     met = [
-        Met(0, "berlin", "met", steps_late=1),
-        Met(1, "", "alone", reason="an odd number of islands"),
-        Met(2, "rome", "alone", reason="not committed in time"),
-        Met(3, "berlin", "late", lag=1, steps_late=4),
-        Met(4, "rome", "alone", factor=0.0, one_sided=True, reason="far"),
+        RoundOutcome(0, "berlin", "met", steps_late=1),
+        RoundOutcome(1, "", "alone", reason="an odd number of islands"),
+        RoundOutcome(2, "rome", "alone", reason="not committed in time"),
+        RoundOutcome(3, "berlin", "late", lag=1, steps_late=4),
+        RoundOutcome(4, "rome", "alone", factor=0.0, one_sided=True, reason="far"),
     ]
-    arrived: list[Met] = []
+    arrived: list[RoundOutcome] = []
     status = SimpleNamespace(due=3, committed=2, one_sided=1)
     link = SimpleNamespace(take_met=lambda: [arrived.pop()] if arrived else [], status=lambda: status)
     steps: Any = SimpleNamespace(link=link, seconds_exposed=0.5, seconds_paused=0.0)

@@ -12,7 +12,7 @@ import pytest
 
 from noloco_jax.islands import exchange, transport
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.exchange import ConnectionLost
 from noloco_jax.islands.keys import issue_in, load_keys, make_keys
 from noloco_jax.islands.roster import Address
 from noloco_jax.islands.transport import CALLS_OF_ONE, HANDSHAKE_SECONDS, MAX_BYTES, WATCHES_OF_ONE, Dialler
@@ -76,7 +76,7 @@ async def test_each_fault_of_a_connection_has_a_text_of_its_own(keys, foreign):
             (mine, nowhere, "paris", "^no such host$"),
         ):
             async with closed(Dialler("berlin", credentials, roster)) as one:
-                with pytest.raises(Broken, match=said):
+                with pytest.raises(ConnectionLost, match=said):
                     await one.greet(name, pb.Greeting(), 60.0)
         assert node.callers == []
 
@@ -93,7 +93,7 @@ async def test_a_revoked_certificate_is_refused_on_both_sides(tmp_path):
         async with served(server["paris"], roster=roster) as (_, port):
             moved = roster.changed(roster.member("paris")._replace(address=Address("127.0.0.1", port)))
             async with closed(Dialler("berlin", client["berlin"], moved)) as one:
-                with pytest.raises(Broken, match="revoked") if is_revoked else contextlib.nullcontext():
+                with pytest.raises(ConnectionLost, match="revoked") if is_revoked else contextlib.nullcontext():
                     await one.greet("paris", pb.Greeting(), 60.0)
 
 
@@ -101,7 +101,7 @@ async def test_weights_come_in_order_and_a_refusal_has_its_reason(keys):
     async with served(keys["paris"]) as (_, port), dialler("berlin", keys["berlin"], port) as one:
         frames = [frame async for frame in one.weights("paris", pb.WeightsRequest())]
         assert [frame.WhichOneof("kind") for frame in frames] == ["offer", "piece"]
-        with pytest.raises(Broken, match="it has not finished"):
+        with pytest.raises(ConnectionLost, match="it has not finished"):
             async for _ in one.weights("paris", pb.WeightsRequest(last=True)):
                 pass
 
@@ -126,12 +126,12 @@ async def test_a_member_has_a_few_calls_at_once(keys):
                 stream = await stack.enter_async_context(one.exchange("paris"))
                 await stream.send(pb.Frame())
                 await stream.receive()
-            with pytest.raises(Broken, match="too many calls"):
+            with pytest.raises(ConnectionLost, match="too many calls"):
                 await echoed(one, b"x")
             async with dialler("rome", keys["rome"], port) as other:
                 assert await echoed(other, b"x") == b"x"
         while True:  # until pytest's time limit: the listener hears a little later that a call is over
-            with contextlib.suppress(Broken):
+            with contextlib.suppress(ConnectionLost):
                 assert await echoed(one, b"x") == b"x"
                 break
             await asyncio.sleep(0.05)
@@ -143,7 +143,7 @@ async def test_a_member_watches_a_few_times_at_once_and_its_other_calls_are_not_
             for _ in range(WATCHES_OF_ONE):
                 watch = await stack.enter_async_context(contextlib.aclosing(one.watch("paris", 0.2)))
                 assert [(await anext(watch)).round for _ in range(2)] == [7, 7]
-            with pytest.raises(Broken, match="too many dashboards watch it"):
+            with pytest.raises(ConnectionLost, match="too many dashboards watch it"):
                 await anext(one.watch("paris", 0.2))
             assert await echoed(one, b"x") == b"x"
         again = await retried(lambda: anext(one.watch("paris", 0.2)))
@@ -164,7 +164,7 @@ async def test_who_watches_is_checked_again_once_the_roster_has_changed(keys):
 
 async def test_messages_that_are_too_large_or_inflate_are_refused(keys):
     async with served(keys["paris"]) as (node, port), dialler("berlin", keys["berlin"], port) as one:
-        with pytest.raises(Broken):
+        with pytest.raises(ConnectionLost):
             await echoed(one, b"x" * (MAX_BYTES + 1))
         for size in (MAX_BYTES + 1, 256 << 20):
             async with raw_channel(keys, port, compression=grpc.Compression.Gzip) as greet:
@@ -266,7 +266,7 @@ async def test_a_greeting_does_not_wait_behind_an_upload(keys):
 
 async def retried(call: Any) -> Any:
     while True:
-        with contextlib.suppress(Broken, TimeoutError):
+        with contextlib.suppress(ConnectionLost, TimeoutError):
             return await call()
         await asyncio.sleep(0.1)
 

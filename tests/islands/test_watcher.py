@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from noloco_jax.islands import commands
+from noloco_jax.islands import ask as asking
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.commands import Found, Run, ask_all
+from noloco_jax.islands.ask import Found, RosterAndKeys, ask_all
 from noloco_jax.islands.dashboard import exposition, values_of
-from noloco_jax.islands.exchange import Broken, Unfit
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.history import History
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peers import MAX_ABOUT, Peer, check_watch
@@ -88,11 +88,11 @@ class Islands:
             self.bytes += status.ByteSize()
             yield status
             await asyncio.sleep(every)
-        raise Broken(status)
+        raise ConnectionLost(status)
 
     async def greet(self, name: str, greeting: pb.Greeting, seconds: float) -> pb.Status:
         if isinstance(status := self.statuses[name], str):
-            raise Broken(status)
+            raise ConnectionLost(status)
         found = pb.Status()
         found.CopyFrom(status)
         told = {} if name in self.unknown else self.told
@@ -113,12 +113,12 @@ class Islands:
         pass
 
 
-def run_of(*names: str) -> Run:
+def run_of(*names: str) -> RosterAndKeys:
     rows = (Member(i, name, Address("127.0.0.1", i + 1)) for i, name in enumerate(names))
-    return Run(Roster("test", tuple(rows), len(names)), names[0], None)
+    return RosterAndKeys(Roster("test", tuple(rows), len(names)), names[0], None)
 
 
-def ask(run: Run, islands: Any) -> Found:
+def ask(run: RosterAndKeys, islands: Any) -> Found:
     return asyncio.run(ask_all(run, islands, 1.0))
 
 
@@ -172,7 +172,7 @@ def test_others_tell_of_an_island_that_ended_before_the_watcher_came():
 def test_a_removed_member_is_watched_until_its_end():
     islands = Islands({"paris": answer("TRAINING", 4), "berlin": answer("TRAINING", 4)})
     run = run_of("paris", "berlin")
-    run = Run(run.roster.changed(run.roster.member("berlin")._replace(until_round=9)), run.name, None)
+    run = RosterAndKeys(run.roster.changed(run.roster.member("berlin")._replace(until_round=9)), run.name, None)
     watcher = Watcher(run, 0.02, dialler=islands)
 
     def berlin() -> str:
@@ -228,14 +228,14 @@ def test_what_a_hostile_member_tells_is_still_json_and_short():
     text = json.dumps(watched.to_json("training", 1, 1.0), allow_nan=False)
     assert len(text) < 6000
     exposition({"run": "r", "islands": {"x": watched.to_json("training", 1, 1.0)}})
-    with pytest.raises(Unfit):
+    with pytest.raises(ProtocolError):
         check_watch(pb.WatchRequest(every_seconds=math.nan))
 
 
 def test_the_table_has_each_island_s_own_version_of_the_roster():
     run = run_of("paris", "berlin", "rome", "oslo")
-    run = Run(run.roster.changed(Member(4, "bonn", Address("127.0.0.1", 9))), run.name, None)  # version 1
-    run = Run(run.roster.changed(Member(5, "bern", Address("127.0.0.1", 8))), run.name, None)  # version 2
+    run = RosterAndKeys(run.roster.changed(Member(4, "bonn", Address("127.0.0.1", 9))), run.name, None)  # version 1
+    run = RosterAndKeys(run.roster.changed(Member(5, "bern", Address("127.0.0.1", 8))), run.name, None)  # version 2
     answers: dict[str, pb.Status | str] = {
         name: answer("TRAINING", roster_version=version) for name, version in [("paris", 2), ("berlin", 1), ("rome", 0)]
     }
@@ -268,7 +268,7 @@ async def test_a_status_does_not_grow_with_the_members():
         ]
         assert carries == [True, False, False]
     assert sizes[1] <= sizes[0] + 8 * 50  # of eight faults
-    with pytest.raises(Unfit):
+    with pytest.raises(ProtocolError):
         await node.greeted("i1", pb.Greeting(about=["x"] * (MAX_ABOUT + 1)))
 
 
@@ -291,10 +291,10 @@ async def test_a_watched_island_tells_the_end_of_its_phase_at_once():
 def test_a_newer_roster_is_fetched_from_a_few_and_checked_once(monkeypatch):
     count = 300
     run = run_of(*(f"i{n}" for n in range(count)))
-    run = Run(run.roster, run.name, Credentials(b"", b"", b""))
+    run = RosterAndKeys(run.roster, run.name, Credentials(b"", b"", b""))
     newer = Roster("test", run.roster.members, count, version=5)
     checked = []
-    monkeypatch.setattr(commands, "parse_document", lambda *_: checked.append(1) or newer)
+    monkeypatch.setattr(asking, "parse_document", lambda *_: checked.append(1) or newer)
     islands = Islands({name: answer("TRAINING", roster_version=5) for name in run.roster.names})
     islands.document = pb.SignedRoster(roster=b"x" * 50_000).SerializeToString()
     found = ask(run, islands)

@@ -10,7 +10,7 @@ import jax.monitoring
 import pytest
 
 from noloco_jax.errors import UserError
-from noloco_jax.island.command import main as island
+from noloco_jax.islands.command import main as island
 from noloco_jax.islands.peers import PROTOCOL
 from noloco_jax.islands.roster import read_roster
 from support.live_island import LiveIsland, training, wait_for

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.errors import UserError
-from noloco_jax.network import command
-from noloco_jax.network.links import check_host
+from noloco_jax.tools.network import command
+from noloco_jax.tools.network.links import check_host
 from support.processes import set_environment, write_config
 
 RUN = ["--hosts=2", "--config.num_replicas=2", "--methods=noloco", "--config.eval_every=12"]

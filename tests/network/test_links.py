@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.errors import UserError
-from noloco_jax.network import runs
-from noloco_jax.network.links import Hosts, check_host
+from noloco_jax.tools.network import runs
+from noloco_jax.tools.network.links import Hosts, check_host
 
 pytestmark = pytest.mark.real_time
 
@@ -90,7 +90,7 @@ def namespaces() -> set[str]:
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from noloco_jax.network.links import Hosts
+from noloco_jax.tools.network.links import Hosts
 with Hosts([1e6] * 2, 0.01, Path(sys.argv[1])) as hosts:
     hosts.start(0, ["sleep", "600"])
     print("ready", flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 from noloco_jax.config import from_dict
 from noloco_jax.model.kind import num_params
-from noloco_jax.simulate.cost import (
+from noloco_jax.tools.simulate.cost import (
     Setting,
     all_exchange,
     collectives,
@@ -22,7 +22,7 @@ from noloco_jax.simulate.cost import (
     smallest_delay,
     tree_over_pair,
 )
-from noloco_jax.train.messages import messages_of
+from noloco_jax.train.messages import bytes_sent_of
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 # 4 GB of float32 at 1 GB/s.
@@ -32,7 +32,7 @@ SETTING = Setting(params=1e9, bandwidth=8e9, latency=0.1, step_time=0.5, replica
 def sent(method: str, num_replicas: int, **outer) -> tuple[int, float]:
     """Return (parameters, bytes that a replica sends in an outer step)."""
     config = from_dict({"method": method, "num_replicas": num_replicas, "model": MODEL, "outer": outer})
-    messages = messages_of(config, {"replica": 1, "stage": 1, "fsdp": 1, "tensor": 1})
+    messages = bytes_sent_of(config, {"replica": 1, "stage": 1, "fsdp": 1, "tensor": 1})
     return num_params(config.model)[0], messages.outer_step
 
 

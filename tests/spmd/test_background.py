@@ -14,7 +14,7 @@ import pytest
 
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import schedule_of
+from noloco_jax.optim.methods import schedule_of
 from noloco_jax.spmd.background import host_mesh, training_devices
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.train.sync import BackgroundSync

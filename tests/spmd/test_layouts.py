@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
-from noloco_jax.methods import schedule_of
+from noloco_jax.optim.methods import schedule_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh

@@ -9,7 +9,7 @@ import pytest
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.offload import from_rest
+from noloco_jax.spmd.offload import from_host_memory
 from noloco_jax.spmd.programs import build_programs
 from support import tiny_model
 from support.layouts import some_devices
@@ -47,5 +47,5 @@ def test_an_outer_step_that_cannot_start_leaves_the_state_as_it_was():
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        from_rest(out_of_memory, programs)(params, outer)
+        from_host_memory(out_of_memory, programs)(params, outer)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, outer)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noloco_jax.exchange.swap import NOWHERE
+from noloco_jax.optim.exchange.swap import NOWHERE
 from noloco_jax.spmd.pipeline.over_devices import device_routes
 from noloco_jax.spmd.pipeline.routes import draw_routes, route_pool
 

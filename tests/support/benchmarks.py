@@ -5,8 +5,8 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from noloco_jax.bench import command
 from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.tools.bench import command
 
 SMALL = {
     "num_replicas": 4,

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from noloco_jax.choices import parse_choices
-from noloco_jax.compare.plan import Plan, Run, make_plan
-from noloco_jax.compare.variants import make_variants
+from noloco_jax.choices import parse_sweep
 from noloco_jax.config import save_config
 from noloco_jax.metrics.writer import MetricWriter
 from noloco_jax.spmd.inner import learning_rates
+from noloco_jax.tools.compare.plan import Plan, PlannedRun, make_plan
+from noloco_jax.tools.compare.variants import make_variants
 
 METHODS = ["ddp", "diloco", "noloco", "local"]
 CONFIG = """
@@ -47,24 +47,30 @@ def plan_of(
     vary: str | Sequence[str] = (),
     tune: str | None = None,
 ) -> Plan:
-    choices = [parse_choices(text, "--vary") for text in ([vary] if isinstance(vary, str) else vary)]
+    choices = [parse_sweep(text, "--vary") for text in ([vary] if isinstance(vary, str) else vary)]
     return make_plan(
         config_file,
         overrides,
         make_variants(",".join(methods) if methods else None, variants, choices),
         seeds,
         choices,
-        parse_choices(tune, "--tune") if tune else None,
+        parse_sweep(tune, "--tune") if tune else None,
     )
 
 
-def only(plan: Plan, title: str) -> Run:
+def only(plan: Plan, title: str) -> PlannedRun:
     (run,) = (run for run in plan.runs if run.variant.title == title)
     return run
 
 
 def train(
-    run: Run, workdir: Path, perplexity: float, merged: float = 5.0, spread=lambda lr: 0.1 * lr, steps=None, sent=None
+    run: PlannedRun,
+    workdir: Path,
+    perplexity: float,
+    merged: float = 5.0,
+    spread=lambda lr: 0.1 * lr,
+    steps=None,
+    sent=None,
 ):
     """Write the metrics of a run as the trainer does: its last evaluation has the perplexities, the others more."""
     save_config(run.config, workdir / run.name)

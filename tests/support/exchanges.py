@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 
 import noloco_jax as nj
-from noloco_jax.exchange.mean import MeanExchange
-from noloco_jax.exchange.wire import wire_of
-from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.rule import Outgoing
+from noloco_jax.optim.exchange.mean import MeanExchange
+from noloco_jax.optim.exchange.wire import wire_of
+from noloco_jax.optim.fragments import Fragments
+from noloco_jax.optim.rule import Outgoing
 from support.layouts import Layout, axis_of, over_replicas
 
 PyTree = Any

@@ -20,4 +20,4 @@ def initial_state(programs: Programs, params: Any = None) -> TrainState:
     argument = jax.random.key(0) if params is None else params
     # The programs of `compile_programs` with an offloaded outer state are wrapped already.
     state = getattr(make, "__wrapped__", make)(argument)
-    return jax.device_put(state, shardings_of(programs.resting))
+    return jax.device_put(state, shardings_of(programs.between_steps))

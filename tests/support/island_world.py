@@ -10,17 +10,17 @@ import numpy as np
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give
-from noloco_jax.islands.exchange import Broken, Unfit
-from noloco_jax.islands.interfaces import PATIENCE, Met, Plan, Read
+from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
+from noloco_jax.islands.interfaces import PATIENCE, Plan, Read, RoundOutcome
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.roster import Address, Member, Roster
 from noloco_jax.islands.start import begin
-from noloco_jax.outer.pairing import RandomPairing
+from noloco_jax.optim.pairing import RandomPairing
 
 NUMBERS = 4  # of a fragment of a model
-Faults = Callable[[str, str, str], Any]  # (sender, receiver, kind of frame) -> awaitable, may raise `Broken`
+Faults = Callable[[str, str, str], Any]  # (sender, receiver, kind of frame) -> awaitable, may raise `ConnectionLost`
 
 
 async def no_faults(sender: str, receiver: str, kind: str) -> None:
@@ -44,7 +44,7 @@ class Numbers:
         return weight * (read.arrays - own)
 
 
-class Delivered(Broken):
+class Delivered(ConnectionLost):
     """Fault after which a frame has arrived, but its sender does not know it."""
 
 
@@ -59,21 +59,21 @@ class MemoryStream:
 
     async def send(self, frame: pb.Frame) -> None:
         if self.is_over:
-            raise Broken("the call is over")
+            raise ConnectionLost("the call is over")
         try:
             await self._world.faults(self._me, self._peer, frame.WhichOneof("kind") or "")
         except Delivered:
             self.other.arrived.put_nowait(pb.Frame.FromString(frame.SerializeToString()))
             raise
         if self.is_over or self.other.is_over:
-            raise Broken("the call is over")
+            raise ConnectionLost("the call is over")
         self.other.arrived.put_nowait(pb.Frame.FromString(frame.SerializeToString()))
 
     async def receive(self) -> pb.Frame:
         frame = await self.arrived.get()
         if frame is None:
             self.arrived.put_nowait(None)
-            raise Broken("the call is over")
+            raise ConnectionLost("the call is over")
         return frame
 
     def end(self) -> None:
@@ -95,7 +95,7 @@ class _Network:
         async def serve() -> None:
             try:
                 await there.node.meetings.called(self._me, theirs)
-            except Broken:
+            except ConnectionLost:
                 pass
             finally:
                 theirs.end()
@@ -117,7 +117,7 @@ class _Network:
             async with asyncio.timeout(seconds):
                 return await there.node.greeted(self._me, greeting)
         except TimeoutError:
-            raise Broken(f"no answer in {seconds:g} s") from None
+            raise ConnectionLost(f"no answer in {seconds:g} s") from None
 
     async def weights(self, peer: str, request: pb.WeightsRequest):
         there = self._world.reach(self._me, peer)
@@ -148,7 +148,7 @@ class Sim:
         self.slow, self.momentum = np.zeros((2, world.fragments * NUMBERS))
         self.step = self.inner_steps = 0
         self.calls: set[asyncio.Task] = set()
-        self.met: list[Met] = []
+        self.met: list[RoundOutcome] = []
         self.lines: list[str] = []
         self.inbox: list[Any] = []
         self.applied: list[tuple[int, np.ndarray]] = []
@@ -177,7 +177,7 @@ class Sim:
     def deliver(self, round: int, correct: Callable[[], Any]) -> None:
         self.inbox.append((round, correct()))
 
-    def outcome(self, met: Met) -> None:
+    def outcome(self, met: RoundOutcome) -> None:
         self.met.append(met)
 
     def tell(self, line: str) -> None:
@@ -204,7 +204,7 @@ class Sim:
     async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
         values = np.frombuffer(data)
         if not np.isfinite(values).all():
-            raise Unfit("weights that are not finite")
+            raise ProtocolError("weights that are not finite")
         return CaughtUp(position.round, position.step, {0: values})
 
     def take_state(self, state: CaughtUp) -> None:
@@ -311,7 +311,7 @@ class Sea:
 
     def reach(self, me: str, peer: str) -> Sim:
         if peer not in self.islands or me not in self.islands or self.cut(me, peer):
-            raise Broken("nobody listens there")
+            raise ConnectionLost("nobody listens there")
         return self.islands[peer]
 
 

@@ -10,8 +10,8 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.exchange.axes import AxisName
-from noloco_jax.outer.rule import Momentum, OuterState
+from noloco_jax.optim.exchange.axes import AxisName
+from noloco_jax.optim.rule import Momentum, OuterState
 
 PyTree = Any
 Layout = int | tuple[int, int]  # N slots of one device, or (devices D, slots L of each)

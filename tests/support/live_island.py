@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from noloco_jax.exchange.wire import wire_of
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.keys import open_membership
-from noloco_jax.islands.network import Correction, Link, LinkPlan, is_done
+from noloco_jax.islands.network import Correction, NetworkPlan, NetworkThread, is_done
 from noloco_jax.islands.partners import partner_by
-from noloco_jax.islands.payload import Message, StateForms, codec_of, specs_of
+from noloco_jax.islands.payload import Message, StateCodec, codec_of, specs_of
 from noloco_jax.islands.roster import Roster
-from noloco_jax.outer.pairing import RandomPairing
+from noloco_jax.optim.exchange.wire import wire_of
+from noloco_jax.optim.pairing import RandomPairing
 
 WEIGHTS, STEP = np.ones((3, 5), np.float32), np.zeros((), np.int32)
 
@@ -33,7 +33,7 @@ class LiveIsland(threading.Thread):
       keys: folder of the island's keys; None: without TLS.
       weights: the array.
       step_seconds: of an inner step.
-      **fields: further ones of the `LinkPlan`.
+      **fields: further ones of the `NetworkPlan`.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class LiveIsland(threading.Thread):
         workdir.mkdir(exist_ok=True)
         newest, credentials = open_membership(roster, name, keys, workdir)
         facts: dict[str, Any] = {"identity": {"run": newest.run}, "details": json.dumps({"config": None})} | fields
-        plan = LinkPlan(
+        plan = NetworkPlan(
             name=name,
             roster=newest,
             credentials=credentials,
             partner=partner_by(RandomPairing(len(newest.names)), 1),
             codec=codec_of(wire_of("float32"), [weights], [weights], [1]),
-            forms=StateForms(specs_of([weights, STEP]), 1, [1]),
+            forms=StateCodec(specs_of([weights, STEP]), 1, [1]),
             workdir=workdir,
             incarnation=time.time_ns() // 1_000_000,
             steps_per_round=5,
             **facts,
         )
-        self.name, self.link = name, Link(plan, self.lines.append)
+        self.name, self.link = name, NetworkThread(plan, self.lines.append)
         self.weights, self.step, self.round = weights, 0, -1
         self._step_seconds = step_seconds
         self.stopping, self.error = threading.Event(), None

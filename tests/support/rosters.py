@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from noloco_jax.island.command import main as island
+from noloco_jax.islands.command import main as island
 from noloco_jax.islands.roster import Address, Member, Roster
 from support.ports import free_ports
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.exchange import ConnectionLost
 from noloco_jax.islands.keys import Credentials, load_keys, make_keys
 from noloco_jax.islands.roster import Address, Member, Roster
 from noloco_jax.islands.transport import Dialler, Listener
@@ -61,7 +61,7 @@ class Echo:
 
     async def give(self, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
         if request.last:
-            raise Broken("it has not finished")
+            raise ConnectionLost("it has not finished")
         try:
             yield pb.WeightsFrame(offer=pb.Offer(num_bytes=3))
             for _ in range(self.pieces):

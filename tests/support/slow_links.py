@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.exchange import Broken
+from noloco_jax.islands.exchange import ConnectionLost
 from support.island_world import NUMBERS, MemoryStream, Sea
 
 MESSAGE_BYTES = 8 * NUMBERS
@@ -54,7 +54,7 @@ class LinkedStream(MemoryStream):
 
     def _check(self) -> None:
         if self.is_over:
-            raise Broken("the call is over")
+            raise ConnectionLost("the call is over")
 
     def _deliver(self, frame: pb.Frame | None, arrival: float) -> None:
         self._under_way.append(frame)

@@ -11,7 +11,7 @@ from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.islands import start
 from noloco_jax.islands.membership import Membership, write_incarnation
-from noloco_jax.islands.network import Link
+from noloco_jax.islands.network import NetworkThread
 from noloco_jax.islands.programs import build_solo
 from noloco_jax.islands.run import island_steps, link_plan
 from noloco_jax.islands.steps import IslandSteps
@@ -47,11 +47,11 @@ class World:
         self.programs: Programs = build_programs(self.own, make_mesh(self.own, jax.devices()[:1]))
         self.lines: list[str] = []
 
-    def join(self, name: str, **options: Any) -> tuple[Link, IslandSteps]:
+    def join(self, name: str, **options: Any) -> tuple[NetworkThread, IslandSteps]:
         """Start an island as a run does, from no checkpoint; the others are waited for."""
         member, solo = Membership(self.roster, name, None, **options), build_solo(self.own, self.programs)
         plan = link_plan(self.config, member, solo, self.programs, self.folder / name, None, None)
-        link = Link(plan, self.lines.append)
+        link = NetworkThread(plan, self.lines.append)
         link.open().result()
         steps = island_steps(self.own, member, link, solo, self.programs, OneProcess())
         link.begin().result()

@@ -25,7 +25,7 @@ from typing import Any
 from support.paths import ROOT
 
 IMPORTS = (
-    *("noloco_jax.train.command", "noloco_jax.train.run", "noloco_jax.island.command", "noloco_jax.transforms"),
+    *("noloco_jax.train.command", "noloco_jax.train.run", "noloco_jax.islands.command", "noloco_jax.optim.transforms"),
     *("noloco_jax.data.prefetch", "support.disturbed", "support.tiny_model"),
     *("matplotlib.figure", "matplotlib.backends.backend_agg", "tensorboardX"),
 )

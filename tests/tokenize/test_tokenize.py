@@ -16,7 +16,7 @@ from noloco_jax.config import from_dict, load_config
 from noloco_jax.data import RunData, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.tokenize import command as tokenize
+from noloco_jax.tools import tokenize
 from support.paths import ROOT, SHARED
 from support.texts import lines_of_words
 

@@ -145,7 +145,10 @@ def run(command: Command) -> int:
     if "--config.data.kind=parquet" in command.arguments:  # what `tokenize` has written
         added = [flag for flag in added if not flag.startswith("--config.data.path=")]
     module, *subcommand = command.tool.split()
-    main = importlib.import_module(f"noloco_jax.{module}.command").main
+    entry = ROOT / f"noloco_jax/{module}.py"
+    entry = entry if entry.exists() else ROOT / f"noloco_jax/{module}/__main__.py"
+    [name] = re.findall(r'run_command\("([\w.]+)"\)', entry.read_text())
+    main = importlib.import_module(name).main
     return main([*subcommand, *command.arguments, *added])
 
 

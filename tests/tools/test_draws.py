@@ -3,16 +3,16 @@
 import jax
 import numpy as np
 
-from noloco_jax import draws
+from noloco_jax.optim import prng
 
 
 def bits(seed: int) -> tuple[int, ...]:
-    return tuple(np.asarray(jax.random.key_data(draws.key(seed))).tolist())
+    return tuple(np.asarray(jax.random.key_data(prng.key(seed))).tolist())
 
 
 def test_each_purpose_has_draws_of_its_own():
-    purposes = (draws.PAIRING, draws.POOL, draws.ROUTES, draws.CHECK)
-    drawn = [draws.uint32s(0, purpose, np.arange(8)) for purpose in purposes]
+    purposes = (prng.PAIRING, prng.POOL, prng.ROUTES, prng.CHECK)
+    drawn = [prng.uint32s(0, purpose, np.arange(8)) for purpose in purposes]
     assert len(np.unique(drawn)) == 8 * len(purposes)
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from noloco_jax import errors
-from noloco_jax.errors import TransientError, UserError, main_with_errors, told_if_slow
+from noloco_jax.errors import TransientError, UserError, log_if_slow, main_with_errors
 from support.paths import ROOT, TOOLS
 
 
@@ -115,7 +115,7 @@ def test_a_reader_that_leaves_ends_no_command_in_a_traceback(body, unbuffered, s
 def test_a_slow_action_is_reported_once(monkeypatch):
     monkeypatch.setattr(errors, "SILENT_SECONDS", 0.05)
     lines, told = [], threading.Event()
-    with told_if_slow("reading", lambda line: lines.append(line) or told.set()):
+    with log_if_slow("reading", lambda line: lines.append(line) or told.set()):
         assert told.wait(300)
     assert lines == ["reading"]
 
@@ -123,9 +123,9 @@ def test_a_slow_action_is_reported_once(monkeypatch):
 def test_an_action_that_ends_or_fails_before_is_never_reported(monkeypatch):
     monkeypatch.setattr(errors, "SILENT_SECONDS", 60.0)
     lines, before = list[str](), {*threading.enumerate()}
-    with told_if_slow("reading", lines.append):
+    with log_if_slow("reading", lines.append):
         pass
-    with pytest.raises(ZeroDivisionError), told_if_slow("reading", lines.append):
+    with pytest.raises(ZeroDivisionError), log_if_slow("reading", lines.append):
         raise ZeroDivisionError
     for timer in {*threading.enumerate()} - before:  # one that was not cancelled reports
         timer.join(300)

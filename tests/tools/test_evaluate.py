@@ -14,9 +14,9 @@ from noloco_jax.checkpoint import given_model
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, SourceConfig, TrainConfig
 from noloco_jax.data import ByteTokenizer, RunData
 from noloco_jax.errors import UserError
-from noloco_jax.evaluate import command as evaluate
 from noloco_jax.model.huggingface import save_folder
 from noloco_jax.model.llama import Llama
+from noloco_jax.tools import evaluate
 from support.data_makers import write_c4
 from support.model_makers import make_run, random_params
 

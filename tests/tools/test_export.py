@@ -26,11 +26,10 @@ from noloco_jax.checkpoint.trained_model import load_for_export, write_model_fol
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.export import command as export
-from noloco_jax.generate import command as generate
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from noloco_jax.model.huggingface_config import max_positions
 from noloco_jax.model.tokenizer_files import save_tokenizer
+from noloco_jax.tools import export, generate
 from support.model_makers import make_run, random_params
 from support.paths import SHARED
 

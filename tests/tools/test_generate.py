@@ -9,9 +9,9 @@ import pytest
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
-from noloco_jax.generate import command as generate
 from noloco_jax.model import decode
 from noloco_jax.model.huggingface import save_folder
+from noloco_jax.tools import generate
 from support.model_makers import make_run, random_params
 
 CONFIG = TrainConfig(

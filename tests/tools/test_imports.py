@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT, TOOLS
+from support.paths import ROOT
 
 
 def name_of(path: Path) -> str:
@@ -37,8 +37,7 @@ def room(module: str) -> str:
 # Packages from the top down: a package imports those below it alone. Modules beside the packages are checked by
 # `test_there_are_no_circular_imports`.
 LAYERS = (
-    ("network",),  # trains the variants of compare
-    ({*TOOLS} - {"train", "network"}) | {"examples"},
+    ("tools", "examples"),
     ("islands",),
     ("train",),
     ("checkpoint", "metrics"),
@@ -47,8 +46,7 @@ LAYERS = (
     ("model",),
     ("data",),
     ("storage", "config"),
-    ("exchange",),
-    ("outer",),
+    ("optim",),
 )
 DEPTH = {f"noloco_jax.{name}": depth for depth, layer in enumerate(LAYERS) for name in layer}
 
@@ -75,8 +73,9 @@ def imported() -> dict[str, set[str]]:
     """Return what one process has imported after each of three programs, which it runs one after the other."""
     programs = {
         "a run of all replicas": "import noloco_jax.train.run",
-        "routes": "from noloco_jax.exchange.permute import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
-        "pictures": "import noloco_jax.metrics.curves, noloco_jax.compare.report, noloco_jax.simulate.command",
+        "routes": "from noloco_jax.optim.exchange.permute import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
+        "pictures": "import noloco_jax.metrics.curves\nfrom noloco_jax.tools import compare, simulate\n"
+        "import noloco_jax.tools.compare.report, noloco_jax.tools.simulate.command",
     }
     lines = ["import sys, numpy as np", *(f"{program}; print(*sys.modules)" for program in programs.values())]
     command = [sys.executable, "-c", "\n".join(lines)]

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from noloco_jax.methods import METHODS
+from noloco_jax.optim.methods import METHODS
 from support import processes
 from support.paths import ROOT
 

@@ -21,7 +21,7 @@ from noloco_jax.metrics.peaks import model_flops_per_token
 from noloco_jax.metrics.writer import METRICS_FILE, MetricWriter
 from noloco_jax.spmd.programs import StepMetrics, TrainState
 from noloco_jax.train import loop, parts, step_log, sync
-from noloco_jax.train.messages import Messages
+from noloco_jax.train.messages import BytesSent
 
 
 def config_of(**fields: Any) -> TrainConfig:
@@ -42,13 +42,13 @@ class Exchanges(sync.Sync):
         self._stride, self._end_at, self._jumps = stride, end_at, jumps or {}
         self.steps: list[tuple[int, int]] = []
         self.calls: list[str] = []
-        self.queued_news: list[sync.News] = []
+        self.queued_news: list[sync.SyncEvent] = []
 
     def before_step(self, state: Any, step: int, most: Callable[[int], int]) -> tuple[Any, int, int]:
         step = self._jumps.get(step, step)
         return state, step, min(self._stride, most(step))
 
-    def after_step(self, state: Any, step: int, stride: int) -> tuple[Any, sync.OuterSteps | None]:
+    def after_step(self, state: Any, step: int, stride: int) -> tuple[Any, sync.OuterStepRecord | None]:
         self.steps.append((step, stride))
         return state, None
 
@@ -67,7 +67,7 @@ class Exchanges(sync.Sync):
     def end_reason(self) -> str | None:
         return "removed" if self._end_at and self.steps and self.steps[-1][0] >= self._end_at else None
 
-    def news(self, seconds: float) -> list[sync.News]:
+    def news(self, seconds: float) -> list[sync.SyncEvent]:
         queued, self.queued_news = self.queued_news, []
         return queued
 
@@ -105,14 +105,14 @@ class Result:
         monkeypatch.setattr(loop, "_evaluate", lambda run, state, step, log: self.done.append(("evaluate", step)))
         fake: Any = self
         with MetricWriter(workdir, resume_step=start or None, tensorboard=False) as metrics:
-            run = parts.Run(
+            run = parts.RunContext(
                 config=config,
                 programs=fake,
                 batches=fake,
                 evaluate=fake,
                 checkpoints=fake,
                 totals=totals,
-                messages=Messages(100, 7, merging),
+                messages=BytesSent(100, 7, merging),
                 peak_flops_per_second=peak,
                 metrics=metrics,
                 progress=Progress(6, console=Console(quiet=True)),
@@ -299,8 +299,8 @@ class Counted(Exchanges):
         super().__init__()
         self._every, self._sent = every, sent
 
-    def after_step(self, state: Any, step: int, stride: int) -> tuple[Any, sync.OuterSteps | None]:
-        return state, None if step % self._every else sync.OuterSteps(step // self._every - 1, 1, 0.0)
+    def after_step(self, state: Any, step: int, stride: int) -> tuple[Any, sync.OuterStepRecord | None]:
+        return state, None if step % self._every else sync.OuterStepRecord(step // self._every - 1, 1, 0.0)
 
     def bytes_sent(self) -> int | None:
         return self._sent.pop(0) if self._sent else None
@@ -318,7 +318,7 @@ def test_an_island_counts_the_bytes_of_the_messages_that_were_exchanged(tmp_path
 
 def test_exchange_news_are_written_as_separate_metrics_lines(tmp_path, monkeypatch):
     fake = Exchanges()
-    fake.queued_news = [sync.News("met rome", "exchange", {"round": 4}), sync.News("for people alone")]
+    fake.queued_news = [sync.SyncEvent("met rome", "exchange", {"round": 4}), sync.SyncEvent("for people alone")]
     result = Result(tmp_path, monkeypatch, CONFIG, fake)
     assert [line["round"] for line in result.lines if line["kind"] == "exchange"] == [4]
     assert {line["kind"] for line in result.lines} == {"exchange", "train"}
@@ -329,7 +329,7 @@ def test_outer_steps_that_no_line_has_yet_are_logged_by_the_next_start():
     run: Any = SimpleNamespace(totals=NOTHING)
     assert step_log._unlogged(run, state) is None
     run.totals = Totals(unlogged_outer_steps=3)
-    assert step_log._unlogged(run, state) == sync.OuterSteps(16, 3, 0.0)
+    assert step_log._unlogged(run, state) == sync.OuterStepRecord(16, 3, 0.0)
 
 
 def test_outer_steps_are_logged_together_and_a_save_counts_those_not_logged(tmp_path, monkeypatch):

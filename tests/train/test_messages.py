@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.train.messages import Messages, messages_of, num_outer_steps, num_pairings
+from noloco_jax.train.messages import BytesSent, bytes_sent_of, num_outer_steps, num_pairings
 
 V, D, F = 259, 16, 32
 LAYER = D * (16 + 8 + 8 + 16) + 3 * D * F + 2 * D  # attention's q, k, v, o, the MLP's three, two norms
@@ -31,8 +31,8 @@ def run(method: str, num_replicas: int = 4, **outer) -> TrainConfig:
     )
 
 
-def messages(method: str, *arguments: Any, **outer) -> Messages:
-    return messages_of(run(method, *arguments, **outer), ONE_DEVICE)
+def messages(method: str, *arguments: Any, **outer) -> BytesSent:
+    return bytes_sent_of(run(method, *arguments, **outer), ONE_DEVICE)
 
 
 def test_bytes_of_a_group_are_a_message_to_each_other_and_scale_with_the_wire_width():

@@ -81,7 +81,7 @@ TABLE = {
             Setting(every(), (CUBE,), "sparseloco"),
         ),
     ),
-    "inner optimizer": Row("outer/test_loop", "spmd/test_layouts", "islands/test_training"),
+    "inner optimizer": Row("optim/test_loop", "spmd/test_layouts", "islands/test_training"),
     # The settings of modulo4 test these too.
     "fragments, hypercube order, momentum of corrections": Row(SAME, SAME, SAME),
     "quantized: bfloat16, int8, int4": Row(

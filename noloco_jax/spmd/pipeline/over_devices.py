@@ -19,10 +19,10 @@ import numpy as np
 from jax import lax
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.exchange.permute import Routes, lower, permute_blocks
-from noloco_jax.exchange.swap import NOWHERE
 from noloco_jax.model.kind import from_params, stages_of
 from noloco_jax.model.loss import token_nll
+from noloco_jax.optim.exchange.permute import Routes, lower, permute_blocks
+from noloco_jax.optim.exchange.swap import NOWHERE
 from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches, widened
 from noloco_jax.spmd.stages import sum_over_stages
 

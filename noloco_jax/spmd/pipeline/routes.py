@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from noloco_jax.draws import ROUTES, below, permutation
+from noloco_jax.optim.prng import ROUTES, below, permutation
 
 # Fewer replicas than this get several Latin squares, for more variety.
 _LEAST_ROUTES = 8

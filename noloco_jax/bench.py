@@ -1,0 +1,6 @@
+"""Run `python -m noloco_jax.bench`; see `tools.bench`."""
+
+from noloco_jax.errors import run_command
+
+if __name__ == "__main__":
+    run_command("noloco_jax.tools.bench.command")

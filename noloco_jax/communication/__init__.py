@@ -1,1 +1,0 @@
-"""Report of the communication in a run's compiled programs."""

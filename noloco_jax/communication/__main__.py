@@ -1,6 +1,0 @@
-"""Run `python -m noloco_jax.communication`; see `command`."""
-
-from noloco_jax.errors import run_command
-
-if __name__ == "__main__":
-    run_command("noloco_jax.communication.command")

@@ -1,1 +1,0 @@
-"""Perplexity of a trained model on given texts."""

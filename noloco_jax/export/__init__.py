@@ -1,1 +1,0 @@
-"""A trained model written for other programs."""

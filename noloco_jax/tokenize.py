@@ -1,0 +1,6 @@
+"""Entry point of `python -m noloco_jax.tokenize`; see `tools.tokenize`."""
+
+from noloco_jax.errors import run_command
+
+if __name__ == "__main__":
+    run_command("noloco_jax.tools.tokenize")

@@ -1,1 +1,0 @@
-"""Tokenization of texts to Parquet files."""

@@ -1,0 +1,1 @@
+"""Commands beside training: a file each, or a folder for those of several parts."""

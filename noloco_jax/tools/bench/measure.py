@@ -1,0 +1,161 @@
+"""Measurement of one variant on the devices of its process: compilation, steps, memory, messages and data."""
+
+import contextlib
+import platform
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
+from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.data import RunData, check_vocabulary, load_tokenizer
+from noloco_jax.errors import UserError
+from noloco_jax.metrics.memory import compiled_peak, measured_peak, program_memory
+from noloco_jax.metrics.peaks import mfu, model_flops_per_token, peak_of
+from noloco_jax.optim.methods import method_of, schedule_of
+from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, build_programs
+from noloco_jax.tools.bench.report import FAILED, REFUSED, Result
+from noloco_jax.tools.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
+from noloco_jax.train.messages import bytes_sent_of, num_pairings
+
+# A trace names the operations of a CUDA graph after the graph; no sequence of kernels is long enough to become one.
+_NO_CUDA_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
+_STEPS = ("inner_step", "outer_step")
+_UNTIMED_ROUNDS = 8  # batches of each replica that may have been prepared before the clock starts
+
+
+def work(sender: Connection, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Measure a configuration, as plain values, in this process; send the result, or `error` and `status`."""
+    use_gpu_memory()
+    run = from_dict(config)
+    use_cpu_cores(run)
+    try:
+        result = measure(run, **options)
+    except UserError as error:
+        result = {"error": str(error), "status": REFUSED}
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the device's memory, first of all
+        result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "status": FAILED}
+    sender.send(result)
+
+
+def measure(
+    config: TrainConfig,
+    *,
+    steps: int,
+    data_seconds: float = 0.0,
+    compile_only: bool = False,
+    profile: Path | None = None,
+) -> Result:
+    """Measure a run's programs; return plain values, by names that hold their unit.
+
+    Compilations are timed without a cache. Figures that do not apply are None or missing: those of outer steps for
+    methods without them, MFU on devices without a published peak, those of the data where they are not there
+    (`data_missing` says why).
+
+    Args:
+      config: the run.
+      steps: inner steps to time.
+      data_seconds: seconds to read the data for; 0: not at all.
+      compile_only: only compile; allocate and run nothing.
+      profile: folder for a trace, or None.
+
+    Raises:
+      UserError: if the run does not fit the devices.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    devices = jax.devices()
+    programs = compile_programs(config, build_programs(config, make_mesh(config, devices)), only=_STEPS)
+    memory, messages = program_memory(programs), bytes_sent_of(config, programs.mesh.shape)
+    result: Result = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "device": devices[0].device_kind,
+        "mesh": dict(programs.mesh.shape),
+        "compile_seconds": programs.compile_seconds,
+        "pairings": num_pairings(config) or None,
+        "bytes_sent": messages.inner_step if method_of(config).averages_gradients else messages.outer_step,
+        "bytes_sent_inner_step": messages.inner_step or None,
+        "program_memory_bytes": memory,
+        "peak_memory_bytes": compiled_peak(memory),
+        "peak_memory_from": "the compiled programs",
+    }
+    if not compile_only:
+        result |= _data_figures(config, data_seconds) | _step_figures(config, programs, steps, profile)
+    return result
+
+
+def _data_figures(config: TrainConfig, seconds: float) -> Result:
+    try:
+        return {"data_tokens_per_second": data_rate(config, seconds) if seconds else None, "data_missing": ""}
+    except UserError as error:
+        return {"data_tokens_per_second": None, "data_missing": str(error)}
+
+
+def _step_figures(config: TrainConfig, programs: Programs, steps: int, profile: Path | None) -> Result:
+    run = TimedRun(config, programs)
+    devices = programs.mesh.devices.flatten().tolist()
+    inner = quartiles(inner_times(run, steps))
+    tokens_per_second, flops_per_token = config.tokens_per_step / inner["median"], model_flops_per_token(config)
+    peak = peak_of(devices[0].device_kind, config.model.dtype)
+    result: Result = {
+        "step_seconds": inner,
+        "tokens_per_second": tokens_per_second,
+        "model_flops_per_token": flops_per_token,
+        "model_flops_per_second": tokens_per_second * flops_per_token,
+        "mfu": peak and mfu(tokens_per_second, flops_per_token, len(devices) * peak.flops_per_second),
+        "peak_from": peak and peak.source,
+        "outer_step_seconds": None,
+        "outer_share": None,
+        "profile": profile and str(profile),
+    }
+    schedule = schedule_of(config)
+    if schedule is not None:
+        outer = quartiles(outer_times(run))
+        in_outer_steps = schedule.total(config.num_steps) * outer["median"]
+        share = in_outer_steps / (in_outer_steps + config.num_steps * inner["median"])
+        result |= {"outer_step_seconds": outer, "outer_share": share}
+    if (measured := measured_peak(devices)) is not None:
+        result |= {"peak_memory_bytes": measured, "peak_memory_from": "the devices' allocators"}
+    if profile is not None:
+        if devices[0].platform == "gpu":
+            run.use(without_cuda_graphs(config, programs))
+        trace(run, profile, with_outer=schedule is not None)
+    return result
+
+
+def without_cuda_graphs(config: TrainConfig, programs: Programs) -> Programs:
+    """Compile the steps of a run again, so that a trace of a GPU names their operations."""
+    return compile_programs(config, build_programs(config, programs.mesh), only=_STEPS, options=_NO_CUDA_GRAPHS)
+
+
+def data_rate(config: TrainConfig, seconds: float) -> float:
+    """Return tokens/s of the run's own data pipeline, all replicas' streams taken in turn without training.
+
+    Raises:
+      UserError: if the data or the tokenizer are not there.
+    """
+    data = RunData(config.data, seed=config.seed, vocab_size=config.model.vocab_size)
+    tokenizer = None
+    if data.needs_tokenizer:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        check_vocabulary(tokenizer, config.model.vocab_size)
+    number = config.num_replicas
+    with contextlib.closing(data.streams(tokenizer, {k: k for k in range(number)}, number)) as streams:
+
+        def read(max_rounds: float) -> tuple[int, float]:
+            """Return the batches read of each replica, and the seconds that took."""
+            rounds, started = 0, time.perf_counter()
+            while rounds < max_rounds and (rounds == 0 or time.perf_counter() - started < seconds):
+                next(streams)
+                rounds += 1
+            return rounds, time.perf_counter() - started
+
+        read(_UNTIMED_ROUNDS)
+        rounds, took = read(float("inf"))
+    return rounds * config.tokens_per_step / took

@@ -1,0 +1,148 @@
+"""Table and picture of a comparison."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from noloco_jax.files import write_picture
+from noloco_jax.formatting import format_bytes, format_count, format_spread, markdown_table
+from noloco_jax.tools.compare.plan import Plan, PlannedRun
+from noloco_jax.tools.compare.results import Row, mean_and_std
+from noloco_jax.train.messages import num_outer_steps
+
+_DASHES = ("-", "--", ":", "-.")
+_MARKS = "os^vPX<>p*h"
+
+
+def format_share(share: float) -> str:
+    """Format a share of the bytes of data parallel training: `1/17`, `1/2.3`, `1.2 x`."""
+    if share in (0, 1):
+        return f"{share:g}"
+    parts = 1 / share
+    return f"{share:.3g} x" if share > 1 else f"1/{parts:.0f}" if parts >= 100 else f"1/{parts:.3g}"
+
+
+# Of each column: its title, the figure in it, and how a number is written.
+_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("perplexity", "perplexity", lambda x: f"{x:.2f}" if x < 1e5 else f"{x:.4g}"),
+    ("gap (%)", "gap_percent", lambda x: f"{x:+.2f}"),
+    ("merged", "perplexity_merged", lambda x: f"{x:.2f}" if x < 1e5 else f"{x:.4g}"),
+    ("merged's gap (%)", "gap_merged_percent", lambda x: f"{x:+.2f}"),
+    ("sent per replica", "bytes_sent", format_bytes),
+    ("share", "bytes_share", format_share),
+    ("spread", "replica_spread", format_spread),
+)
+_WITHOUT_DEVIATION = ("bytes_sent", "bytes_share")  # equal for all seeds
+_LEGEND = """\
+Mean ± standard deviation over seeds. *perplexity*: at the last evaluation, the mean of the replicas; *merged*: of the
+mean of their weights; *gap*: above the ddp of the same seed and inner optimizer; *sent*: bytes in the whole run, an
+all-reduce counted as a ring; *share*: of that ddp's; *spread*: between the replicas' weights at the last evaluation."""
+
+
+def markdown(plan: Plan, rows: Sequence[Row], command: str, missing: Sequence[PlannedRun]) -> str:
+    """Return the page of a comparison.
+
+    Args:
+      plan: the runs.
+      rows: the finished runs.
+      command: the command that makes the comparison.
+      missing: runs that are known to be needed and are not finished.
+    """
+    parts = ["# Comparison", f"    {command}", table(plan, rows), _LEGEND, *remarks(plan, rows)]
+    if missing:
+        parts.append(f"Not finished: {', '.join(run.name for run in missing)}.")
+    if rows:
+        parts.append("![perplexity against tokens, and the gap to ddp against bytes](comparison.png)")
+    return "\n\n".join(parts) + "\n"
+
+
+def table(plan: Plan, rows: Sequence[Row]) -> str:
+    """Return the table in Markdown."""
+    tuned = [f"best {plan.tune.title}"] if plan.tune else []
+    titles = ["variant", *(choices.title for choices in plan.vary), *tuned, "seeds", "outer steps"]
+    lines = []
+    for row in rows:
+        values = {choices: value[0] for choices, value in row.variant.varied}
+        own = [values.get(choices, "–") for choices in plan.vary]
+        if plan.tune:
+            value = row.runs[0].tuned
+            own.append("–" if value is None else f"{value} (at the end)" if plan.is_at_end(value) else value)
+        own += [str(len(row.runs)), str(num_outer_steps(row.runs[0].config) or "–")]
+        figures = [_figure(row.figures[name], write, name not in _WITHOUT_DEVIATION) for _, name, write in _COLUMNS]
+        lines.append([row.variant.title, *own, *figures])
+    return markdown_table([*titles, *(title for title, _, _ in _COLUMNS)], lines, left=1 + len(plan.vary))
+
+
+def remarks(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the notes on single variants that belong under the table."""
+    ends = [f"{row.variant.name} ({row.runs[0].tuned})" for row in rows if plan.is_at_end(row.runs[0].tuned)]
+    if plan.tune is not None and ends:
+        yield f"Best at an end of the list of {plan.tune.title}, so extend --tune beyond it: {', '.join(ends)}."
+    without = [row.runs[0].config.inner.optimizer for row in rows if row.reference is None]
+    for optimizer in dict.fromkeys(without):
+        yield (
+            f"There is no ddp with inner.optimizer={optimizer!r}, so no gap: add "
+            f"--variant=ddp-{optimizer}:method=ddp,inner.optimizer={optimizer}."
+        )
+
+
+def _figure(values: np.ndarray, write: Callable[[float], str], with_deviation: bool) -> str:
+    mean, std = mean_and_std(values)
+    if np.isinf(mean):
+        return f"inf ({np.isinf(values).sum()} of {len(values)})" if len(values) > 1 else "inf"
+    if np.isnan(mean):
+        return "–"
+    return f"{write(mean)} ± {write(std).lstrip('+')}" if with_deviation and std > 0 else write(mean)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw perplexity against tokens, and the gap to ddp against the bytes that a replica sends.
+
+    A line is the mean over seeds, a band or bar goes from the least seed to the greatest. What sends nothing is a
+    level, as the axis has no place for it.
+    """
+    from matplotlib import colormaps  # here: slow to import
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(13, 5), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    titles = list(dict.fromkeys(row.variant.title for row in rows))
+    for row in rows:
+        color = colormaps["tab10"](titles.index(row.variant.title) % 10)
+        place = [other.variant for other in rows if other.variant.title == row.variant.title].index(row.variant)
+        last = mean_and_std(row.figures["perplexity"])[0]
+        label = f"{row.variant.name}: {last:.2f}"
+        left.plot(row.tokens, row.curves.mean(axis=0), color=color, linestyle=_DASHES[place % 4], label=label)
+        low, high = row.curves.min(axis=0), row.curves.max(axis=0)
+        left.fill_between(row.tokens, low, high, color=color, alpha=0.2, linewidth=0)
+        gaps, sent = row.figures["gap_percent"], mean_and_std(row.figures["bytes_sent"])[0]
+        gap = mean_and_std(gaps)[0]
+        if not np.isfinite([gap, sent]).all():
+            continue
+        if sent == 0:
+            right.axhline(gap, color=color, linestyle=":", label=f"{row.variant.name}, sends nothing")
+            continue
+        reach = [[gap - np.nanmin(gaps)], [np.nanmax(gaps) - gap]]
+        mark = _MARKS[place % len(_MARKS)]
+        right.errorbar(sent, gap, reach, color=color, marker=mark, markersize=8, capsize=3, linestyle="")
+        right.annotate(row.variant.name, (sent, gap), (9, 4), textcoords="offset points", color=color, fontsize=9)
+
+    last = np.concatenate([row.curves[:, len(row.tokens) // 4 :].ravel() for row in rows])  # the first ones dwarf it
+    if np.isfinite(last).any():
+        left.set_ylim(0.97 * last[np.isfinite(last)].min(), 1.03 * last[np.isfinite(last)].max())
+    left.set_title("Validation perplexity, mean of the replicas")
+    left.set_xlabel("tokens, all replicas together")
+    left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    right.set_title("Perplexity above ddp")
+    right.set_xlabel("bytes that a replica sends in the whole run")
+    right.set_ylabel("above ddp, %")
+    right.set_xscale("log")
+    right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    for axes in (left, right):
+        axes.grid(True, color="#e6e8ec", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9)
+    write_picture(path, figure)
