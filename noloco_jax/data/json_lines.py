@@ -101,11 +101,11 @@ class JsonLinesSource(Source):
         """Return True if the document on a line belongs to the part."""
         return self.part == "all" or (self._fiftieth(line) == self._held_out) == (self.part == "held_out")
 
-    def count_documents(self, most: int) -> int:
-        """Count documents, at most `most`. The first one has to be readable."""
+    def count_documents(self, limit: int) -> int:
+        """Count documents, at most `limit`. The first one has to be readable."""
         found = 0
         with closing(LineReader(self.files)) as lines:
-            while found < most and (line := lines.next()) is not None:
+            while found < limit and (line := lines.next()) is not None:
                 if found == 0:
                     parse_text(line, self.options)
                 found += self.in_part(line)

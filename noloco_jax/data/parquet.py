@@ -111,11 +111,11 @@ class ParquetSource(Source):
     def _count_part(self, first_row: int, num_rows: int) -> int:
         return self._hold_out.count_before(first_row + num_rows) - self._hold_out.count_before(first_row)
 
-    def count_documents(self, most: int) -> int:
+    def count_documents(self, limit: int) -> int:
         """Count rows and read the first one, so that ids outside the vocabulary may be found at once."""
-        if self._total >= most:
+        if self._total >= limit:
             next(self.rows(np.arange(len(self._blocks)), 0))
-        return min(most, self._total)
+        return min(limit, self._total)
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "ParquetEpochShard":
         count, seed, window_size = len(self._blocks), self.options.seed, self.options.shuffle_buffer

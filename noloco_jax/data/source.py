@@ -126,8 +126,8 @@ class Source(ABC):
         """Facts about the files that must not change under a saved position; samples of them are read."""
 
     @abstractmethod
-    def count_documents(self, most: int) -> int:
-        """Count documents, at most `most`, and read the first one where that finds a fault at once."""
+    def count_documents(self, limit: int) -> int:
+        """Count documents, at most `limit`, and read the first one where that finds a fault at once."""
 
     def check_replicas(self, num_replicas: int) -> None:
         """Raise `UserError` where some replica would get no document."""

@@ -84,8 +84,8 @@ class TextSource(Source):
             "documents": len(self._documents),
         }
 
-    def count_documents(self, most: int) -> int:
-        return min(most, len(self._documents))
+    def count_documents(self, limit: int) -> int:
+        return min(limit, len(self._documents))
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "TextEpochShard":
         order = np.arange(len(self._documents))

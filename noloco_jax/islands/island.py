@@ -164,7 +164,7 @@ class Island:
             credentials=self._credentials,
             identity=identity_of(self._roster, self._outer, self._pairing, self._common, own.specs, first_weights),
             partner=self._partner,
-            codec=codec_of(own.solo.wire, own.solo.message, own.solo.payload, own.solo.dims),
+            codec=codec_of(own.local.wire, own.local.message, own.local.payload, own.local.dims),
             forms=own.forms,
             patience=PATIENCE * steps.fragments.count,
             fits=self._fits,
@@ -174,7 +174,7 @@ class Island:
             began_before=began_before,
             saved=saved,
             details=json.dumps({"config": None}),
-            advice=partial(settings_that_fit, own.solo.wire.name, int(schedule.sync_every), prefix=""),
+            advice=partial(settings_that_fit, own.local.wire.name, int(schedule.sync_every), prefix=""),
             listen=self._listen,
         )
         self._link = link = NetworkThread(plan, self._report)
@@ -182,7 +182,7 @@ class Island:
         outer_steps = IslandSteps(link, own.compiled(), own.from_peer, lambda step: schedule.sync_every * self._samples)
         opened.result()
         merge = FinalMerge(outer_steps, self._name, self._linger, lambda: False, self._report)
-        size = sum(spec.nbytes for spec in specs_of(own.solo.payload))
+        size = sum(spec.nbytes for spec in specs_of(own.local.payload))
         self._sync = IslandSync(self._name, schedule, outer_steps, size, lambda state: None, merge, self._log_every)
         link.begin().result()
         write_incarnation(self._workdir, incarnation)

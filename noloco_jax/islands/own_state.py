@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.forms import TreeSpec
 from noloco_jax.islands.payload import ArraySpec, StateCodec, specs_of
-from noloco_jax.islands.programs import SoloPrograms, compile_solo, own_solo
+from noloco_jax.islands.programs import LocalPrograms, build_own, compile_local
 from noloco_jax.optim.fragments import described
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import OuterState, at_num_outer_steps
@@ -31,7 +31,7 @@ class OwnState:
     Attributes:
       params, rest: forms of the user's trees.
       places: shapes, dtypes and shardings of the state.
-      solo: programs of solo steps and corrections, not compiled.
+      local: programs of local steps and corrections, not compiled.
     """
 
     def __init__(self, outer: OuterOptimizer, params: PyTree, rest: PyTree):
@@ -39,7 +39,7 @@ class OwnState:
         self.params, self.rest = TreeSpec(params, "params", is_computed=True), TreeSpec(rest, "rest")
         shapes = self.params.shapes()
         outer_shapes = self._shapes_of_outer(shapes)
-        self.solo = own_solo(outer, shapes, outer_shapes)
+        self.local = build_own(outer, shapes, outer_shapes)
         self.places = TrainState(shapes, self.rest.shapes(), outer_shapes)
         first = self.rest.arrays(rest)
         self._fresh = fresh_values(first, self.places.params)
@@ -99,9 +99,9 @@ class OwnState:
         assert state.outer is not None
         return state._replace(outer=at_num_outer_steps(state.outer, round + 1))
 
-    def compiled(self) -> SoloPrograms:
+    def compiled(self) -> LocalPrograms:
         """Compile the programs."""
-        return compile_solo(self.solo, self.places.params, self.places.outer)
+        return compile_local(self.local, self.places.params, self.places.outer)
 
     def _shapes_of_outer(self, params: PyTree) -> OuterState:
         """Return shapes, dtypes and shardings of the outer state: what is like a parameter lies as it does."""

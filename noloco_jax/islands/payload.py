@@ -43,7 +43,7 @@ class ArraySpec(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Message of an outer step, as its program made it: see `SoloPrograms.step`.
+    """Message of an outer step, as its program made it: see `LocalPrograms.step`.
 
     Attributes:
       number: of the outer step.
@@ -77,7 +77,7 @@ def unpack(data: bytes | memoryview, specs: Sequence[ArraySpec]) -> list[np.ndar
 
 
 def codec_of(wire: Wire | Modulo, message: PyTree, payload: PyTree, dims: PyTree) -> Codec:
-    """Return the codec of a wire format; see `SoloPrograms` for its parts.
+    """Return the codec of a wire format; see `LocalPrograms` for its parts.
 
     Args:
       wire: the format.

@@ -29,13 +29,13 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class SoloPrograms:
+class LocalPrograms:
     """Programs of one replica, which donate the outer state and, where replicas are in front, the parameters.
 
     In the trainer, parameters and state have a leading axis of one replica; messages, payloads and corrections never.
 
     Attributes:
-      step: (params, outer) -> (params, outer, sent, norm): the solo step, what is kept of its message for an exchange,
+      step: (params, outer) -> (params, outer, sent, norm): the local step, what is kept of its message for an exchange,
         and the message's Euclidean norm, float32. Kept is the payload; of a modulo format, the windows that this
         replica proposes, and the message.
       apply: (params, outer, correction, number) -> (params, outer): the correction of that outer step.
@@ -56,7 +56,7 @@ class SoloPrograms:
     dims: PyTree
 
 
-def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
+def build_local(config: TrainConfig, programs: Programs) -> LocalPrograms:
     """Build the programs of a run of one replica whose method has outer steps; they compile at their first call.
 
     The partitioner handles `fsdp` and `tensor`: with one replica no axis is manual. The blocks of a wire format are
@@ -69,7 +69,7 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     # The first process of a replica over several can read a message only where every process has all of it.
     whole = NamedSharding(programs.mesh, P()) if spans_processes(programs.mesh) else None
     axes = outer_axes(outer)
-    step = jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)
+    step = jax.vmap(outer.local_step, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)
     apply = jax.vmap(outer.apply, in_axes=(0, axes, 0, None), out_axes=(0, axes), axis_name=SLOT)
 
     def local_step(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
@@ -79,10 +79,10 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     def apply_correction(params: PyTree, state: OuterState, arrived: Arrived, number: jax.Array) -> Any:
         return apply(params, state, jax.tree.map(lambda x: x[None], arrived), number)
 
-    return _solo_of(outer, local_step, apply_correction, params, state, whole, donate=(0, 1))
+    return _local_of(outer, local_step, apply_correction, params, state, whole, donate=(0, 1))
 
 
-def own_solo(outer: OuterOptimizer, params: PyTree, state: OuterState) -> SoloPrograms:
+def build_own(outer: OuterOptimizer, params: PyTree, state: OuterState) -> LocalPrograms:
     """Build the programs of a user's loop, whose parameters and state have no axis of replicas.
 
     Args:
@@ -90,10 +90,10 @@ def own_solo(outer: OuterOptimizer, params: PyTree, state: OuterState) -> SoloPr
       params: shapes, dtypes and shardings of the parameters, which are the user's and are not donated.
       state: the same of the outer state.
     """
-    return _solo_of(outer, outer.solo, outer.apply, params, state, None, donate=(1,))
+    return _local_of(outer, outer.local_step, outer.apply, params, state, None, donate=(1,))
 
 
-def _solo_of(
+def _local_of(
     outer: OuterOptimizer,
     local_step: Callable[..., tuple[PyTree, OuterState, Outgoing]],
     apply_correction: Callable[..., tuple[PyTree, OuterState]],
@@ -101,7 +101,7 @@ def _solo_of(
     state: OuterState,
     whole: Any,
     donate: tuple[int, ...],
-) -> SoloPrograms:
+) -> LocalPrograms:
     """Build the programs of two transitions of an outer optimizer whose groups exchange.
 
     Args:
@@ -136,7 +136,7 @@ def _solo_of(
         windows = sent[0]
         codes = jax.eval_shape(lambda m, w: encode_in(wire, m, w, jnp.int32(0), dims), message, windows)
         payload, correction = (windows, codes), (correction, windows)
-    return SoloPrograms(
+    return LocalPrograms(
         step=jax.jit(step, donate_argnums=donate, out_shardings=(*placed, whole, whole)),
         apply=jax.jit(apply, donate_argnums=donate, out_shardings=placed),
         message=message,
@@ -147,21 +147,21 @@ def _solo_of(
     )
 
 
-def compile_solo(solo: SoloPrograms, params: PyTree, state: OuterState | None, at_once: int = 1) -> SoloPrograms:
+def compile_local(local: LocalPrograms, params: PyTree, state: OuterState | None, at_once: int = 1) -> LocalPrograms:
     """Compile the programs for these shapes, dtypes and shardings, so many at once."""
     lowered = (
-        Lowered("step", solo.step.lower(params, state)),  # type: ignore[attr-defined]
-        Lowered("apply", solo.apply.lower(params, state, solo.correction, NUMBER)),  # type: ignore[attr-defined]
+        Lowered("step", local.step.lower(params, state)),  # type: ignore[attr-defined]
+        Lowered("apply", local.apply.lower(params, state, local.correction, NUMBER)),  # type: ignore[attr-defined]
     )
     compiled = compile_all(lowered, at_once)
     step, apply = compiled["step"].program, compiled["apply"].program
     taken = apply.input_shardings[0][2]
     correction = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), solo.correction, taken
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), local.correction, taken
     )
-    return replace(solo, step=step, apply=apply, correction=correction)
+    return replace(local, step=step, apply=apply, correction=correction)
 
 
-def at_rest(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
+def at_rest(local: LocalPrograms, programs: Programs) -> LocalPrograms:
     """Return compiled programs that take and return the outer state as it lies between steps."""
-    return replace(solo, step=from_host_memory(solo.step, programs), apply=from_host_memory(solo.apply, programs))
+    return replace(local, step=from_host_memory(local.step, programs), apply=from_host_memory(local.apply, programs))

@@ -30,7 +30,7 @@ from noloco_jax.islands.membership import Membership, incarnation_of, write_inca
 from noloco_jax.islands.network import NetworkPlan, NetworkThread, is_done
 from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.payload import StateCodec, codec_of, specs_of
-from noloco_jax.islands.programs import SoloPrograms, at_rest, build_solo, compile_solo
+from noloco_jax.islands.programs import LocalPrograms, at_rest, build_local, compile_local
 from noloco_jax.islands.roster import parse_address, parse_dialled
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
@@ -47,7 +47,7 @@ from noloco_jax.train.banner import banner_rows
 from noloco_jax.train.messages import BytesSent
 from noloco_jax.train.phases import Labels, RunFlags
 
-# An island has no other replica to merge or to compare with, and `SoloPrograms` has its outer steps.
+# An island has no other replica to merge or to compare with, and `LocalPrograms` has its outer steps.
 NEEDED = ("share_batch", "inner_step", "evaluate")
 _COMPILE_SECONDS = 3600.0  # by which the island's processes may differ in reading a checkpoint and compiling
 _SHOWN = ("loss", "perplexity", "tokens_per_second")
@@ -100,8 +100,8 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
     config = member.own(run_config)
     setup = phases.check_run(run_config, config, workdir, flags)
     processes, report = setup.processes, setup.console.print
-    solo = build_solo(config, setup.programs)
-    messages = BytesSent(outer_step=sum(spec.nbytes for spec in specs_of(solo.payload)))
+    local = build_local(config, setup.programs)
+    messages = BytesSent(outer_step=sum(spec.nbytes for spec in specs_of(local.payload)))
 
     # Open.
     with phases.open_run(setup) as opened, contextlib.ExitStack() as stack:
@@ -120,7 +120,9 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
         plan = link = None
         if processes.is_first:
             fingerprint = None if setup.tokenizer is None else setup.tokenizer.fingerprint
-            plan = link_plan(run_config, member, solo, setup.programs, workdir, saved and saved.sync_state, fingerprint)
+            plan = link_plan(
+                run_config, member, local, setup.programs, workdir, saved and saved.sync_state, fingerprint
+            )
             link = stack.enter_context(closing(NetworkThread(plan, report)))
         if not _until(processes, never if link is None else partial(is_done, link.open()), stop.is_due):
             return phases.before_training(setup, stop)
@@ -130,7 +132,7 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
         programs = phases.compile_run(setup, stop, NEEDED, draws_weights=saved is None and given is None)
         if programs is None:
             return phases.before_training(setup, stop)
-        steps = island_steps(config, member, link, solo, programs, processes)
+        steps = island_steps(config, member, link, local, programs, processes)
         sync = _sync_of(config, member, steps, messages, stop.is_due, report)
 
         # Resume, and begin together with the others.
@@ -160,7 +162,7 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
 def link_plan(
     config: TrainConfig,
     member: Membership,
-    solo: SoloPrograms,
+    local: LocalPrograms,
     programs: Programs,
     workdir: Path,
     saved: Mapping[str, Any] | None,
@@ -171,7 +173,7 @@ def link_plan(
     Args:
       config: the run of all islands.
       member: the island.
-      solo, programs: its programs.
+      local, programs: its programs.
       workdir: its folder.
       saved: the protocol's state in its checkpoint; None: a new run.
       tokenizer: the fingerprint of the run's tokenizer, if it has one.
@@ -189,7 +191,7 @@ def link_plan(
         credentials=member.credentials,
         identity=member.identity(config, programs, tokenizer),
         partner=partner_by(pairing(config), config.outer.fragments),
-        codec=codec_of(solo.wire, solo.message, solo.payload, solo.dims),
+        codec=codec_of(local.wire, local.message, local.payload, local.dims),
         forms=StateCodec(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
         patience=PATIENCE * config.outer.fragments,
         fits=partial(can_be_at, schedule, config.num_steps),
@@ -211,12 +213,12 @@ def island_steps(
     config: TrainConfig,
     member: Membership,
     link: NetworkThread | None,
-    solo: SoloPrograms,
+    local: LocalPrograms,
     programs: Programs,
     processes: Processes,
 ) -> IslandSteps:
     """Compile the programs of an island's outer steps, and return these."""
-    compiled = compile_solo(solo, programs.state.params, programs.state.outer, num_at_once(programs))
+    compiled = compile_local(local, programs.state.params, programs.state.outer, num_at_once(programs))
     schedule = _schedule(config)
     return IslandSteps(
         link,

@@ -53,7 +53,7 @@ def table_of(found: Found) -> Table:
 
 
 def status_table(
-    roster: Roster, states: Mapping[str, str], islands: Mapping[str, Watched], most: int | None = None
+    roster: Roster, states: Mapping[str, str], islands: Mapping[str, Watched], max_rows: int | None = None
 ) -> Table:
     """Return a table of the islands: round, state, exchanges, lateness, partner, roster's version, and loss.
 
@@ -61,12 +61,12 @@ def status_table(
       roster: the newest.
       states: of every member.
       islands: what is known of those that were asked.
-      most: rows; those that do not train come first then. None: all, in the order of the roster.
+      max_rows: rows; those that do not train come first then. None: all, in the order of the roster.
     """
     names = list(states)
-    if most is not None and len(names) > most:
+    if max_rows is not None and len(names) > max_rows:
         names.sort(key=lambda name: states[name] == TRAINING)
-        names = names[: max(most, 1)]
+        names = names[: max(max_rows, 1)]
     columns = "island", "round", "state", "exchanged", "late", "partner", "roster", "loss"
     version = f", roster version {roster.version}" if roster.version > 1 else ""
     title = f"run {roster.run}{version}\n{summary(states.values())}"

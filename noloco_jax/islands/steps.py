@@ -1,4 +1,4 @@
-"""Outer steps of an island's training: solo steps, and the corrections that are applied later.
+"""Outer steps of an island's training: local steps, and the corrections that are applied later.
 
 An island may be several processes. The first one has the link with the other islands, so it alone knows what has
 arrived and who waits for weights. It broadcasts what it decides before every inner step, and all processes run the
@@ -20,7 +20,7 @@ from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.network import Correction, NetworkThread
 from noloco_jax.islands.payload import Message
-from noloco_jax.islands.programs import SoloPrograms
+from noloco_jax.islands.programs import LocalPrograms
 from noloco_jax.spmd.first_process import from_first_process, to_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
@@ -36,7 +36,7 @@ class IslandSteps:
 
     Args:
       link: the link with the other islands; None in all of the island's processes but the first.
-      solo: compiled programs of solo steps and corrections.
+      local: compiled programs of local steps and corrections.
       place: a peer's weights, which the first process has -> the state on its devices, with fresh moments.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       keeps_pace: True if an inner step may stand for several steps of the schedule, see `pace.py`.
@@ -52,7 +52,7 @@ class IslandSteps:
     def __init__(
         self,
         link: NetworkThread | None,
-        solo: SoloPrograms,
+        local: LocalPrograms,
         place: Callable[[CaughtUp], TrainState],
         tokens_of_round: Callable[[int], int],
         *,
@@ -60,7 +60,7 @@ class IslandSteps:
         processes: Processes | None = None,
     ):
         self.link, self.processes = link, processes or OneProcess()
-        self._solo, self._place = solo, place
+        self._local, self._place = local, place
         self._tokens_of_round, self._keeps_pace = tokens_of_round, keeps_pace
         self.seconds_exposed = self.seconds_paused = 0.0
         self.is_removed = False
@@ -83,7 +83,7 @@ class IslandSteps:
             self._give(state, step, wanted)
         return state, step
 
-    def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
+    def advance(self, state: TrainState, step: int, max_stride: int) -> tuple[TrainState, int]:
         """Prepare an inner step: return the state to take it from, and the steps of the schedule that it stands for.
 
         The learning rate will be that of the last step that it stands for.
@@ -91,11 +91,11 @@ class IslandSteps:
         Args:
           state: the state after inner step `step`.
           step: the step of the schedule.
-          most: the largest stride.
+          max_stride: the largest stride.
         """
         self._worth += 1
         self._scheduled += 1
-        stride = 1 if self.link is None else self.link.stride(most)
+        stride = 1 if self.link is None else self.link.stride(max_stride)
         self._before = jax.tree.map(_copy, state.params) if self._cold else None
         if not self._keeps_pace:
             return state, 1
@@ -126,7 +126,7 @@ class IslandSteps:
         for _ in range(count):
             assert state.outer is not None
             number = int(state.outer.num_outer_steps)
-            params, outer, sent, norm = self._solo.step(state.params, state.outer)
+            params, outer, sent, norm = self._local.step(state.params, state.outer)
             state = state._replace(params=params, outer=outer)
             arrays = self._copies([*jax.tree.leaves(sent), norm])
             if self.link is not None:
@@ -268,9 +268,9 @@ class IslandSteps:
         return state, step
 
     def _corrected(self, state: TrainState, round: int, arrays: Sequence[np.ndarray]) -> TrainState:
-        likes, structure = jax.tree.flatten(self._solo.correction)
+        likes, structure = jax.tree.flatten(self._local.correction)
         correction = structure.unflatten(from_first_process(arrays, likes))
-        params, outer = self._solo.apply(state.params, state.outer, correction, np.int32(round))
+        params, outer = self._local.apply(state.params, state.outer, correction, np.int32(round))
         return state._replace(params=params, outer=outer)
 
     def _give(self, state: TrainState, step: int, numbers: Sequence[int]) -> None:

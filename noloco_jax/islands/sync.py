@@ -49,13 +49,15 @@ class IslandSync:
         self._step = self._told_at = 0
         self._bytes: int | float = 0  # of messages exchanged since `bytes_sent`
 
-    def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
+    def before_step(
+        self, state: TrainState, step: int, max_stride: Callable[[int], int]
+    ) -> tuple[TrainState, int, int]:
         state, behind = self._steps.apply_arrived(state, step)
         if behind != step:
             self._lines.append(
                 SyncEvent(f"after step {step}: training continues from another island's weights, after step {behind}")
             )
-        if not (longest := most(behind)):  # those weights are the last ones
+        if not (longest := max_stride(behind)):  # those weights are the last ones
             return state, behind, 0
         state, stride = self._steps.advance(state, behind, longest)
         return state, behind, stride

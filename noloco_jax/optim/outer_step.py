@@ -43,19 +43,19 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     Attributes:
       steps: the rule, exchange, fragments and schedule that it was made of.
       step: (params, state) -> (params, state): one outer step; with a delay its correction is stored, for `apply`.
-      solo: (params, state) -> (params, state, data to send): one outer step with the own message alone.
+      local_step: (params, state) -> (params, state, data to send): one outer step with the own message alone.
       apply: (params, state, arrived, number) -> (params, state): a correction; without the last two a stored one.
     """
 
     steps: "OuterStep"
     step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
-    solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
+    local_step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
     apply: Callable[..., tuple[PyTree, OuterState]]
 
     def __new__(cls, init: Any, update: Any, steps: Any = None) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
         if steps is not None:  # `copy` sets the attributes afterwards
-            made.steps, made.step, made.solo, made.apply = steps, steps.step, steps.solo, steps.apply
+            made.steps, made.step, made.local_step, made.apply = steps, steps.step, steps.local_step, steps.apply
         return made
 
 
@@ -93,16 +93,16 @@ class OuterStep:
         theta, state = self._step(params, state, number)
         return self._placed(params, theta, number), state
 
-    def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
+    def local_step(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
         """Take outer step `state.num_outer_steps` with the own message alone: (params, state, data to send)."""
         number = self._checked(params, state)
-        theta, state, outgoing = self._solo(params, state, number)
+        theta, state, outgoing = self._local_step(params, state, number)
         return self._placed(params, theta, number), state, outgoing
 
     def apply(
         self, params: PyTree, state: OuterState, arrived: Arrived | None = None, number: Any = None
     ) -> tuple[PyTree, OuterState]:
-        """Apply a correction at any time after its solo step: (params, state).
+        """Apply a correction at any time after its local step: (params, state).
 
         Args:
           params, state: of the replica.
@@ -124,7 +124,7 @@ class OuterStep:
         return self._placed(params, theta, number), state
 
     def exchanged(self, outgoing: Outgoing, number: Any) -> Arrived:
-        """Exchange the data that `solo` returned in outer step `number`."""
+        """Exchange the data that `local_step` returned in outer step `number`."""
         mean, windows = self.exchange.mean(outgoing, number, self.fragments)
         return Arrived(jax.tree.map(jnp.subtract, mean, outgoing.message), windows)
 
@@ -177,21 +177,21 @@ class OuterStep:
 
         if sync is not None:
             return run(self._step, updates, state, first)
-        count, most = shared(state.count), self.schedule.most
+        count, max_at_once = shared(state.count), self.schedule.max_at_once
         if state.delayed is not None:
             oldest = shared(state.delayed.num_applied)
             waiting = first - oldest - self.schedule.on_the_way(count)
-            for i in range(most):
+            for i in range(max_at_once):
                 updates, state = run_if(i < waiting, self._apply_stored, updates, state, oldest + i, first - 1)
         due = shared(jnp.asarray(self.schedule.due(count), count.dtype))  # `sync_every` may be injected, and batched
-        for i in range(most):
+        for i in range(max_at_once):
             updates, state = run_if(i < due, self._step, updates, state, first + i)
         return updates, state
 
     def _step(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, OuterState]:
         """Take outer step `number`; return the fragment's new θ in float32, and the state."""
         if state.delayed is not None:
-            theta, state, outgoing = self._solo(params, state, number)
+            theta, state, outgoing = self._local_step(params, state, number)
             return theta, self.store(state, self.exchanged(outgoing, number), number)
         theta, rule = self._taken(params, state, number)
         outgoing = self._outgoing(params, state, theta, rule, number)
@@ -199,7 +199,7 @@ class OuterStep:
             params, state, rule, outgoing, self.exchange.mean(outgoing, number, self.fragments), number
         )
 
-    def _solo(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, OuterState, Outgoing]:
+    def _local_step(self, params: PyTree, state: OuterState, number: Any) -> tuple[PyTree, OuterState, Outgoing]:
         theta, rule = self._taken(params, state, number)
         if state.delayed is not None:  # which holds one correction a fragment, so the previous one is applied first
             theta, rule, state = self._corrected(theta, rule, state, number, number - self.fragments.count)

@@ -1,7 +1,7 @@
 """The rule of an outer step, with settings for NoLoCo, DiLoCo and Epidemic Learning, and the outer state.
 
 Replica i maps its fast weights θ_i to a message m_i and continues from the mean of its group's messages. Alone it
-continues from its own message: that is its *solo step*. A mean that arrives later is applied as the correction
+continues from its own message: that is its *local step*. A mean that arrives later is applied as the correction
 c_i = mean_g(m) − m_i. The corrections of a group sum to zero, so that a correction which is late, rounded or lost on
 all sides does not move the replicas' mean, only the spread between them.
 """
@@ -127,7 +127,7 @@ class Rule:
         return jax.tree.map(lambda phi, delta, th: jnp.sqrt(jnp.square(th - phi) + jnp.square(delta)), *state, theta)
 
     def receive(self, state: Any, message: PyTree, mean: PyTree, k: Any) -> tuple[PyTree, Any]:
-        """Return (new θ, new state) from the own message and the group's mean; the two are equal in a solo step."""
+        """Return (new θ, new state) from the own message and the group's mean; the two are equal in a local step."""
         if not self.keeps_state:
             return mean, state
         alpha = at(self.alpha, k)
@@ -142,9 +142,9 @@ class Rule:
         return slow, Momentum(slow, momentum)
 
     def correct(self, state: Any, theta: PyTree, correction: PyTree, k: Any) -> tuple[PyTree, Any]:
-        """Apply the correction c of round `k` after its solo step and possibly further inner steps: (θ, state).
+        """Apply the correction c of round `k` after its local step and possibly further inner steps: (θ, state).
 
-        It adds c to δ, and c (with Nesterov (1 + α) c) to φ and θ. Directly after the solo step the result equals that
+        It adds c to δ, and c (with Nesterov (1 + α) c) to φ and θ. Directly after the local step the result equals that
         of `receive` with the mean, up to rounding.
         """
         if not self.keeps_state:

@@ -51,7 +51,7 @@ class SyncSchedule:
         return self.sync_every / self.fragments
 
     @property
-    def most(self) -> int:
+    def max_at_once(self) -> int:
         """Return the most outer steps that follow one inner step."""
         return 1 if self.fragments == 1 else -(-self.fragments // self.sync_every)
 

@@ -70,7 +70,7 @@ class OuterPrograms:
             return self._program(transition, _joined(*held, *takes), _joined(*held, *gives), mesh, donate=(0, 1))
 
         self.step, self.apply = program(outer.step), program(outer.apply)
-        self.local_step = program(outer.solo, gives=(self._outgoing,))
+        self.local_step = program(outer.local_step, gives=(self._outgoing,))
         self.store = program(
             lambda params, state, arrived, number: (params, outer.steps.store(state, arrived, number)),
             takes=(self._arrived, self._number),

@@ -58,13 +58,15 @@ class Sync(Protocol):
     Methods with a body are defaults, for exchanges that are complete before the next inner step.
     """
 
-    def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
+    def before_step(
+        self, state: TrainState, step: int, max_stride: Callable[[int], int]
+    ) -> tuple[TrainState, int, int]:
         """Apply what has arrived since inner step `step`.
 
         Args:
           state: state after that step.
           step: step of the schedule.
-          most: step -> the most steps of the schedule that the inner step after it may stand for.
+          max_stride: step -> the most steps of the schedule that the inner step after it may stand for.
 
         Returns:
           The state, its step (a different one if the state came from a peer), and the stride: the number of schedule

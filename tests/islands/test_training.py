@@ -16,7 +16,7 @@ from noloco_jax.islands import steps
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.interfaces import RoundOutcome
 from noloco_jax.islands.membership import Membership
-from noloco_jax.islands.programs import build_solo
+from noloco_jax.islands.programs import build_local
 from noloco_jax.islands.run import labels_of, observe_by
 from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
 from noloco_jax.islands.sync import IslandSync
@@ -126,7 +126,7 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(tm
         stride=lambda most: 1, round_ended=lambda number, step, message, norm, tokens: weights.append(tokens)
     )
     state = world.programs.init(prng.key(0))
-    island = IslandSteps(link, build_solo(world.own, world.programs), lambda item: state, lambda step: 1000)
+    island = IslandSteps(link, build_local(world.own, world.programs), lambda item: state, lambda step: 1000)
     state, step = island.caught_up(CaughtUp(-1, 0, {}))
     for step in range(1, WARM_UP_STEPS + 5):
         state, _ = island.advance(state, step - 1, 1)

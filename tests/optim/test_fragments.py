@@ -187,7 +187,7 @@ def test_a_pending_correction_is_applied_before_its_fragments_next_outer_step(ru
     np.testing.assert_array_equal(state.delayed.num_applied, state.num_outer_steps)
 
 
-@pytest.mark.parametrize("form", ["step", "step and apply", "solo and apply"])
+@pytest.mark.parametrize("form", ["step", "step and apply", "local step and apply"])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_step(form, nesterov):
     count, betas, alphas = 2, np.array([0.9, 0.5, 0.2]), np.array([0.3, 0.6, 0.1])
@@ -206,7 +206,7 @@ def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_st
         if form == "step":
             return outer.step(params, state)
         number = state.num_outer_steps
-        params, state, outgoing = outer.solo(params, state)
+        params, state, outgoing = outer.local_step(params, state)
         correction = jax.tree.map(lambda m: jax.lax.pmean(m, "replica") - m, outgoing.message)
         return outer.apply(params, state, Arrived(correction), shared(number))
 
@@ -325,6 +325,6 @@ def test_every_fragment_has_one_outer_step_in_every_interval(sync_every, count):
     assert all(max(interval) - min(interval) <= 1 for interval in intervals)
     assert schedule.due(0) == schedule.due(-3) == 0
     assert [schedule.total(step) for step in range(61)] == np.cumsum([0, *due]).tolist()
-    assert max(due) <= schedule.most
+    assert max(due) <= schedule.max_at_once
     traced = jax.jit(schedule.due)(jnp.arange(1, 61))
     assert traced.tolist() == due

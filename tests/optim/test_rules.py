@@ -106,14 +106,14 @@ def test_sync_takes_the_outer_step_whatever_the_counter(rule):
 
 @every_rule
 def test_a_solo_step_plus_its_correction_equals_the_step_with_the_mean(rule):
-    """The correction, mean − own message, is added here to weights that have moved since the solo step."""
+    """The correction, mean − own message, is added here to weights that have moved since the local step."""
     outer = rule.make(8, "replica")
     state, theta = start(8), random_tree(3, 8)
 
     def both(params: Any, state: OuterState) -> Any:
         together = outer.step(params, state)
-        solo, after, outgoing = outer.solo(params, state)
-        moved = jax.tree.map(lambda x: x + 1, solo)
+        local, after, outgoing = outer.local_step(params, state)
+        moved = jax.tree.map(lambda x: x + 1, local)
         arrived = outer.steps.exchanged(outgoing, shared(state.num_outer_steps))
         return together, outer.apply(moved, after, arrived, shared(state.num_outer_steps))
 

@@ -11,7 +11,7 @@ _SECONDS = 600.0
 
 
 def wait_for_exchanges(steps: IslandSteps) -> None:
-    """Apply every correction of these outer steps directly after its solo step."""
+    """Apply every correction of these outer steps directly after its local step."""
     alone = steps.outer_step
 
     def outer_step(state: TrainState, step: int, count: int) -> TrainState:

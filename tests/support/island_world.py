@@ -229,7 +229,7 @@ class Sim:
                 self.applied.append(item)
 
     def end_round(self) -> None:
-        """Take a solo step, of which the message waits for the partner's."""
+        """Take a local step, of which the message waits for the partner's."""
         self.round += 1
         part = self._fragment(self.round)
         delta = 0.1 * (self.target[part] - self.slow[part])

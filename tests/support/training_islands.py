@@ -12,7 +12,7 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.islands import start
 from noloco_jax.islands.membership import Membership, write_incarnation
 from noloco_jax.islands.network import NetworkThread
-from noloco_jax.islands.programs import build_solo
+from noloco_jax.islands.programs import build_local
 from noloco_jax.islands.run import island_steps, link_plan
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.spmd.batches import place_batch
@@ -49,11 +49,11 @@ class World:
 
     def join(self, name: str, **options: Any) -> tuple[NetworkThread, IslandSteps]:
         """Start an island as a run does, from no checkpoint; the others are waited for."""
-        member, solo = Membership(self.roster, name, None, **options), build_solo(self.own, self.programs)
-        plan = link_plan(self.config, member, solo, self.programs, self.folder / name, None, None)
+        member, local = Membership(self.roster, name, None, **options), build_local(self.own, self.programs)
+        plan = link_plan(self.config, member, local, self.programs, self.folder / name, None, None)
         link = NetworkThread(plan, self.lines.append)
         link.open().result()
-        steps = island_steps(self.own, member, link, solo, self.programs, OneProcess())
+        steps = island_steps(self.own, member, link, local, self.programs, OneProcess())
         link.begin().result()
         write_incarnation(self.folder / name, plan.incarnation)
         return link, steps
