@@ -59,7 +59,7 @@ def plan(config: TrainConfig) -> None:
     assert method.describe(config)
     schedule = schedule_of(config)
     assert (schedule is not None) == method.has_outer_steps
-    assert schedule is None or schedule.due(config.num_steps) <= schedule.most
+    assert schedule is None or schedule.due(config.num_steps) <= schedule.max_at_once
     for devices in (1, 8, 96):
         try:
             shape = mesh_shape(config, devices)
