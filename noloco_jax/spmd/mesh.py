@@ -88,4 +88,5 @@ def mesh_of(shape: dict[str, int] | MeshConfig, devices: list) -> Mesh:
     """Make a mesh of resolved sizes over the first devices; the devices of one replica are adjacent."""
     sizes = [shape[axis] if isinstance(shape, dict) else getattr(shape, axis) for axis in AXES]
     used = np.asarray(devices[: int(np.prod(sizes))]).reshape(sizes)
+    # With explicit axes, the default of JAX, every operation of the model would have to state its sharding (jax 0.10).
     return Mesh(used, AXES, axis_types=(AxisType.Auto,) * len(AXES))
