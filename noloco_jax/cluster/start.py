@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the key-value store that processes share has no public name
 
-from noloco_jax.cluster.place import ProcessRank
+from noloco_jax.cluster.process_rank import ProcessRank
 from noloco_jax.cluster.processes import is_of_exchange
 from noloco_jax.config import flatten
 from noloco_jax.errors import INTERRUPTED, TransientError, UserError, report, tell

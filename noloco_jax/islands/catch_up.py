@@ -21,8 +21,8 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import NOT_YET_SECONDS, PIECE_BYTES, ConnectionLost, ProtocolError
 from noloco_jax.islands.interfaces import Network
 from noloco_jax.islands.node import Node
+from noloco_jax.islands.peer_table import PeerTable
 from noloco_jax.islands.peers import ENDED, FINISHED, MAX_ROUND
-from noloco_jax.islands.view import PeerTable
 
 REACH_SECONDS = 5.0  # behind by more than these and the patience: catch up
 STUCK_SECONDS = 3.0  # behind by more than the patience, and no closer for as long: catch up
@@ -214,17 +214,10 @@ class CatchUp:
             self._stuck = now, lag
         return now - self._stuck[0] >= STUCK_SECONDS
 
-    async def from_one_of(
-        self, statuses: dict[str, pb.Status], is_fit: Callable[[pb.Status], bool] | None = None
-    ) -> bool:
-        """Take the weights of a peer; return whether one gave them.
-
-        Args:
-          statuses: those of peers.
-          is_fit: True for a donor.
-        """
+    async def from_one_of(self, statuses: dict[str, pb.Status]) -> bool:
+        """Take the weights of one of the peers with these statuses; return whether one gave them."""
         node = self._node
-        found = {name: one for name, one in statuses.items() if with_weights([one]) and (is_fit is None or is_fit(one))}
+        found = {name: one for name, one in statuses.items() if with_weights([one])}
         for name in self._donors(found):
             if name not in node.peers:
                 continue
@@ -238,7 +231,7 @@ class CatchUp:
             except (ConnectionLost, ProtocolError) as error:
                 node.tell(f"takes no weights from {name}: {error}")
                 continue
-            self._adopt(name, state.round, position.has_averaged)
+            self._adopt(name, state.round, position.step, position.has_averaged)
             self._state.take_state(state)
             return True
         return False

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from noloco_jax.cluster.host import keep_freed_memory
-from noloco_jax.cluster.place import define_flags, find_rank
+from noloco_jax.cluster.process_rank import define_flags, find_rank
 from noloco_jax.config import make_parser, parse_args, split_overrides
 from noloco_jax.files import folder_of_flag
 from noloco_jax.train.command import define_run_flags

@@ -15,7 +15,7 @@ from noloco_jax.islands.catch_up import CATCH_UP, GIVE_SECONDS, CaughtUp
 from noloco_jax.islands.checked_mean import FAR_WEIGHTS, Arrays, apart
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.payload import EXACT, StateCodec, pack
-from noloco_jax.islands.view import PeerTable
+from noloco_jax.islands.peer_table import PeerTable
 
 _KEPT_SECONDS = 15.0  # for which encoded weights serve further requests: peers that merge ask at the same time
 

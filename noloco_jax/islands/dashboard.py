@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -49,7 +50,8 @@ def dashboard(flags: argparse.Namespace) -> int:
     address = parse_address(flags.listen)
     if not 0.2 <= flags.every <= 3600:
         raise UserError(f"--every={flags.every}: give 0.2 to 3600 seconds")
-    watcher = Watcher(open_run(flags.roster, flags.keys), flags.every)
+    reopen = partial(open_run, flags.roster, flags.keys)
+    watcher = Watcher(reopen(), flags.every, reopen=reopen)
     server = DashboardServer(address, watcher)
     # Blocked in all threads, of which another might take a signal and leave the waiting one asleep.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)

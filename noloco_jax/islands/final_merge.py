@@ -66,8 +66,7 @@ class FinalMerge:
             return state
         steps.linger(state, step, self._linger, self._is_stopping, self._report)
         if self._is_stopping():
-            self._report(_STOPPED)
-            return state
+            return self._stopped(state)
         likes, structure = jax.tree.flatten(state.params)
         own = [x.astype(np.float32, copy=False) for x in to_first_process(likes)]
         peers = [] if link is None else link.finished()
@@ -76,8 +75,7 @@ class FinalMerge:
             if self._is_stopping():
                 if merging is not None:
                     merging.cancel()
-                self._report(_STOPPED)
-                return state
+                return self._stopped(state)
             steps.serve(state, step)
             time.sleep(0.02)
         mean: list[np.ndarray] = []
@@ -90,6 +88,13 @@ class FinalMerge:
             link.take_all()  # what came meanwhile is in no mean, as the others may have had the weights before
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in likes]
         return state._replace(params=structure.unflatten(from_first_process(mean, specs)))
+
+    def _stopped(self, state: TrainState) -> TrainState:
+        """Say that there is no merge here, to people and to the others, which then wait for no weights of it."""
+        self._report(_STOPPED)
+        if self._steps.link is not None:
+            self._steps.link.leave(pb.Status.MERGED)
+        return state
 
     async def _mean(self, link: NetworkThread, peers: Sequence[str], own: list[np.ndarray]) -> list[np.ndarray]:
         """Return the checked mean of the own weights and the peers'; the own ones if nobody's are left."""

@@ -1,7 +1,6 @@
 """Island in a user's own loop: any model, inner optimizer and tree of arrays, averaged with peers over the network."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,11 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.cluster.workdir_lock import WorkdirLock
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.checkpoints import OwnCheckpoints
 from noloco_jax.islands.final_merge import FinalMerge
-from noloco_jax.islands.forms import summary
 from noloco_jax.islands.interfaces import PATIENCE
 from noloco_jax.islands.keys import open_membership
 from noloco_jax.islands.link_advice import settings_that_fit
@@ -29,6 +27,7 @@ from noloco_jax.islands.payload import codec_of, specs_of
 from noloco_jax.islands.roster import Roster, parse_address
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
+from noloco_jax.islands.tree_spec import summary
 from noloco_jax.metrics.finite import is_finite
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.spmd.programs import TrainState
@@ -123,7 +122,8 @@ class Island:
         try:
             if self._link is not None:
                 if not self._finished:
-                    self._link.leave(pb.Status.GONE if isinstance(sys.exception(), UserError) else pb.Status.LEAVING)
+                    is_gone = isinstance(error[1], UserError) and not isinstance(error[1], TransientError)
+                    self._link.leave(pb.Status.GONE if is_gone else pb.Status.LEAVING)
                 self._link.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()

@@ -148,16 +148,16 @@ def _gpu_of(number: int, count: int) -> dict[str, str]:
     return variables
 
 
-def _tell_gone(workdir: Path, names: Sequence[str]) -> None:
-    """Tell the islands, in the name of those whose processes have ended for good, that nobody need wait for these."""
-    for name in names:
-        run = open_run(workdir / "roster.toml", workdir / "keys" / name)
-        discover(run, _TELL_SECONDS, phase=pb.Status.GONE)
+def _tell_ended(workdir: Path, island: _Island) -> None:
+    """Tell the others, in the name of an island whose process has ended for good, that nobody need wait for it."""
+    with contextlib.suppress(UserError):  # of its keys: it has said so itself
+        run = open_run(workdir / "roster.toml", workdir / "keys" / island.name)
+        discover(run, _TELL_SECONDS, phase=pb.Status.GONE if island.status else pb.Status.MERGED)
 
 
 def _run(islands: Sequence[_Island], workdir: Path, console: Console) -> int:
     """Run the islands to their ends, and show the first one's log; return the exit status of a stop, or 0."""
-    forwarded = 0
+    forwarded = told = 0
     tell_at = 0.0  # again and again, for islands that have started since
     with islands[0].log.open("a+b") as log, _received_signals() as received:  # the log from its end on
         for island in islands:
@@ -171,10 +171,11 @@ def _run(islands: Sequence[_Island], workdir: Path, console: Console) -> int:
                     island.signal(signal.SIGKILL if at_once else signal.SIGTERM)
             for island in running:
                 island.watch(stopping=forwarded > 0)
-            gone = [island.name for island in islands if island.status is not None]
-            if gone and len(gone) < len(islands) and not forwarded and time.monotonic() >= tell_at:
-                _tell_gone(workdir, gone)
-                tell_at = time.monotonic() + _TELL_EVERY_SECONDS
+            ended = [island for island in islands if island.status is not None]
+            if ended and len(ended) < len(islands) and not forwarded and time.monotonic() >= tell_at:
+                _tell_ended(workdir, ended[told % len(ended)])  # one at a time, so that signals are heard soon
+                told += 1
+                tell_at = time.monotonic() + _TELL_EVERY_SECONDS / len(ended)
             console.print(log.read().decode(errors="replace"), end="")
     return INTERRUPTED if signal.SIGINT in received else RESTART if received else 0
 

@@ -30,9 +30,10 @@ from noloco_jax.islands.exchange import (
     send,
 )
 from noloco_jax.islands.interfaces import PATIENCE, RoundOutcome, Stream
+from noloco_jax.islands.peer_table import PeerTable
 from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_hello, check_timing
-from noloco_jax.islands.view import PeerTable
 
+MAX_DELAY = 2.0  # seconds that a frame may be on its way, as far as pace is concerned
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is dialled again
 BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
 LATELY = 64  # rounds in which an island meets those that count when others are left out
@@ -204,7 +205,7 @@ class Meetings:
         def hear(frame: pb.Frame) -> None:
             nonlocal dialled
             if dialled is not None:
-                dialled, peer.delay = None, (_now() - dialled) / 2
+                dialled, peer.delay = None, min((_now() - dialled) / 2, MAX_DELAY)
             if frame.HasField("no"):
                 check_timing(frame.no.timing)
                 node.hear(peer.name, frame.no.timing.round)

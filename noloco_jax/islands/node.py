@@ -10,9 +10,9 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.interfaces import Network, Plan, RoundOutcome, TrainerCallbacks
 from noloco_jax.islands.meetings import Meetings
 from noloco_jax.islands.pace import Pace
+from noloco_jax.islands.peer_table import GREET_SECONDS, PeerTable
 from noloco_jax.islands.peers import FAULTS, FINISHED, LINES, Peer, check_greeting, check_watch, difference
 from noloco_jax.islands.roster import Roster
-from noloco_jax.islands.view import GREET_SECONDS, PeerTable
 
 SILENT = 3  # questions in a row without an answer, after which a peer that has finished is taken to have gone
 
@@ -88,12 +88,13 @@ class Node:
         view.start(view.ask(names, GREET_SECONDS / 2))
         view.notify()
 
-    def adopt(self, donor: str, round: int, has_averaged: bool) -> None:
+    def adopt(self, donor: str, round: int, step: int, has_averaged: bool) -> None:
         """Continue from a donor's weights: forget the exchanges of the old ones."""
         view = self.view
         self.meetings.end("weights of a peer took this island's place")
         self.meetings.unapplied.clear()
         view.round = self._donated = round
+        self.step = step
         view.has_averaged = view.has_averaged or has_averaged
         view.incarnation += 1
         view.pace.restart()
@@ -111,7 +112,8 @@ class Node:
     def unmerged(self, names: Iterable[str]) -> list[str]:
         """Return those of these peers that may still want this island's last weights: they have not gone."""
         over = (pb.Status.MERGED, pb.Status.LEAVING, pb.Status.GONE)
-        peers = [self.view.peers[name] for name in names if name in self.view.peers]
+        known = self.view.peers  # once: the network's thread may replace it
+        peers = [known[name] for name in names if name in known]
         return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
 
     def end_of(self, name: str) -> str:
@@ -131,7 +133,8 @@ class Node:
             if greeting.incarnation == peer.incarnation:  # not one of an earlier start
                 view.hear_phase(name, greeting.phase)
             view.take_news(name, greeting.roster_version)
-        elif peer is not None and greeting.phase == pb.Status.GONE:  # its launcher tells it
+        elif peer is not None and greeting.phase in (pb.Status.GONE, pb.Status.MERGED):  # its launcher tells it
+            view.hear(name, 0)
             view.hear_phase(name, greeting.phase)
         if greeting.until_ready:
             with contextlib.suppress(TimeoutError):
@@ -164,8 +167,8 @@ class Node:
 
     def _active(self) -> list[Peer]:
         """Return the other members of the last round, by their ids."""
-        view = self.view
-        return [view.peers[name] for name in view.roster.active(max(view.round, 0)) if name in view.peers]
+        view, known = self.view, self.view.peers
+        return [known[name] for name in view.roster.active(max(view.round, 0)) if name in known]
 
     def status(self, for_people: bool = False) -> pb.Status:
         """Return this island's status; for people with figures, its latest lines, and the peers that have a fault.

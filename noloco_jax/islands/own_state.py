@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.islands.catch_up import CaughtUp
-from noloco_jax.islands.forms import TreeSpec
 from noloco_jax.islands.payload import ArraySpec, StateCodec, specs_of
 from noloco_jax.islands.programs import LocalPrograms, build_own, compile_local
+from noloco_jax.islands.tree_spec import TreeSpec
 from noloco_jax.optim.fragments import described
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import OuterState, at_num_outer_steps

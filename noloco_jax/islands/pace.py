@@ -29,6 +29,7 @@ STEPS_KEPT = 16  # inner steps whose median is the present speed
 STEPS_NEEDED = 4
 MAX_STRIDE = 16.0  # steps of the schedule that one inner step may stand for
 MAX_CHANGE = 2.0  # factor between the round time to keep and the one of a round that makes up for a delay
+MAX_LATE = 2.0  # the longest lateness that is believed, in round times to keep
 SHARE = 0.5  # share of a delay to make up for in a round
 NEARER = 0.5  # of the way to the goal, for a lateness of an own round
 FASTER = 0.95  # of the round time to keep: who tells less has a say in it
@@ -129,7 +130,7 @@ class Pace:
             # By the clock, but no more than the steps taken since: who was held up itself has not been ahead meanwhile.
             most = min(came - ended, (self._steps - steps) * self._step_seconds())
             least = min(most, 0.0 if has_called else self._lead, 0.0)
-            self._lead = min(max(came - timing.ago - ended, least), most)
+            self._lead = max(min(max(came - timing.ago - ended, least), most), -MAX_LATE * self._target())
             if has_called and timing.round_seconds < FASTER * self._target():
                 self._nearness = min(max(self._nearness - NEARER * self._lead / own, 0.0), 1.0)
 

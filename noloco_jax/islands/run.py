@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
-from noloco_jax.cluster.place import ProcessRank
+from noloco_jax.cluster.process_rank import ProcessRank
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.start import joined
 from noloco_jax.config import TrainConfig, to_dict
-from noloco_jax.errors import UserError, tell
+from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.files import full_disk_told
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CaughtUp
@@ -44,7 +44,7 @@ from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.train import phases
 from noloco_jax.train.banner import banner_rows
-from noloco_jax.train.messages import BytesSent
+from noloco_jax.train.bytes_sent import BytesSent
 from noloco_jax.train.phases import Labels, RunFlags
 
 # An island has no other replica to merge or to compare with, and `LocalPrograms` has its outer steps.
@@ -260,8 +260,9 @@ def closing(link: NetworkThread) -> Iterator[NetworkThread]:
     """Close a link after the body, and tell the others when the same command would fail again."""
     try:
         yield link
-    except UserError:
-        link.leave(pb.Status.GONE)
+    except UserError as error:
+        if not isinstance(error, TransientError):
+            link.leave(pb.Status.GONE)
         raise
     finally:
         link.close()

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import RETRY_SECONDS, CatchUp, sample, with_weights
+from noloco_jax.islands.peer_table import PeerTable
 from noloco_jax.islands.peers import FINISHED
-from noloco_jax.islands.view import PeerTable
 
 TOGETHER_SECONDS = 120.0  # for islands that compile or are not started yet
 LOST_SECONDS = 120.0  # for weights of the run somewhere, of an island that has lost its own
@@ -61,7 +61,7 @@ async def begin(node: PeerTable, catch_up: CatchUp, has_weights: bool, began_bef
         elif has_weights:
             if not _waits_for(node, heard, ()) or not waits:
                 break
-        elif not under_way and (over := _over(node, heard, waits)):
+        elif not under_way and (over := _over(node, heard, waits, began_before)):
             raise UserError(over)
         elif node.name not in node.roster.active(0):
             told = _tell(node, told, "waits for an island that trains, to take its weights")
@@ -87,7 +87,10 @@ async def begin(node: PeerTable, catch_up: CatchUp, has_weights: bool, began_bef
 
 def _is_late(node: PeerTable, heard: dict[str, pb.Status]) -> bool:
     """Return whether an island without weights is too late to begin with the others."""
-    rounds = sorted(status.round for status in with_weights(heard.values()))
+    found = with_weights(heard.values())
+    if all(status.phase in FINISHED for status in found):
+        return True
+    rounds = sorted(status.round for status in found)
     return rounds[(len(rounds) - 1) // 2] >= node.patience or node.name not in node.roster.active(0)
 
 
@@ -104,11 +107,18 @@ def _waits_for(node: PeerTable, heard: dict[str, pb.Status], absent: Collection[
     )
 
 
-def _over(node: PeerTable, heard: dict[str, pb.Status], waits: bool) -> str:
+def _over(node: PeerTable, heard: dict[str, pb.Status], waits: bool, began_before: bool) -> str:
     """Return the reason for which there will be no weights any more, or an empty text."""
+    needs_weights = began_before or node.name not in node.roster.active(0)
+    if needs_weights and node.peers and all(peer.phase == pb.Status.GONE for peer in node.peers.values()):
+        return (
+            f"all other islands have ended for good, and none is left to give {node.name} weights of this run: for a "
+            "new run give all islands empty workdirs"
+        )
     # A round is known of those alone that have answered with possible values.
     ended = {name: peer.round for name, peer in node.peers.items() if peer.phase in FINISHED and peer.round >= 0}
-    if not ended or (waits and not node.peers.keys() <= heard.keys() | ended.keys()):
+    # One that says so does not end the others: most must have finished.
+    if 2 * len(ended) <= len(node.peers) or (waits and not node.peers.keys() <= heard.keys() | ended.keys()):
         return ""
     if any(status.phase == pb.Status.TRAINING for status in heard.values()):
         return ""

@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from rich.live import Live
 from rich.table import Table
@@ -29,7 +30,7 @@ def status(flags: argparse.Namespace) -> int:
     if not flags.watch:
         console.print(table_of(discover(run, flags.seconds)))
         return 0
-    watcher = Watcher(run, _EVERY, flags.seconds)
+    watcher = Watcher(run, _EVERY, flags.seconds, reopen=partial(open_run, flags.roster, flags.keys))
     watcher.start()
     try:
         with Live(console=console, auto_refresh=False) as live:

@@ -47,6 +47,7 @@ class IslandSync:
         self._met: list[RoundOutcome] = []  # outcomes of which `news` is to tell
         self._untold: list[RoundOutcome] = []  # of them those without a line yet
         self._step = self._told_at = 0
+        self._is_last = False  # True once no donor's weights can take these ones' place
         self._bytes: int | float = 0  # of messages exchanged since `bytes_sent`
 
     def before_step(
@@ -76,12 +77,13 @@ class IslandSync:
         return state, OuterStepRecord(first, count, time.perf_counter() - started)
 
     def finish(self, state: TrainState, step: int) -> TrainState:
+        self._is_last = True
         state = self._steps.settle(state, _LAST_SECONDS)
         self._told_at = -self._log_every  # what has not been told yet is told now
         return state if self._merge is None else self._merge(state, step)
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-        return self._steps.between_steps(state)
+        return self._steps.between_steps(state, is_last=self._is_last)
 
     def wait(self) -> None:
         """Return at once: an island waits for no exchange."""

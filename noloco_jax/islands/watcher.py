@@ -1,22 +1,24 @@
 """Watcher of all islands of a run: each tells its status again and again, on a connection that stays. Needs no jax."""
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.ask import RosterAndKeys, ask_about, present, take_newest
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.history import History
 from noloco_jax.islands.peers import FAULTS, LINES, check_status
 from noloco_jax.islands.roster import Roster
-from noloco_jax.islands.standing import AWAY, STARTED, is_complete, standing, summary
+from noloco_jax.islands.standing import AWAY, REMOVED, STARTED, is_complete, standing, summary
 from noloco_jax.islands.transport import Dialler
 
 _AT_ONCE = 32  # islands that are dialled
@@ -123,9 +125,18 @@ class Watcher:
       every: seconds between two statuses of an island.
       seconds: for an island to answer.
       dialler: calls the islands; None: one by gRPC.
+      reopen: returns the run anew where the member in whose name it calls is one no more.
     """
 
-    def __init__(self, run: RosterAndKeys, every: float, seconds: float = 10.0, dialler: Any = None):
+    def __init__(
+        self,
+        run: RosterAndKeys,
+        every: float,
+        seconds: float = 10.0,
+        dialler: Any = None,
+        reopen: Callable[[], RosterAndKeys] | None = None,
+    ):
+        self._reopen = reopen
         self._run, self._every, self._seconds, self._dialler = run, every, seconds, dialler
         self._lock = threading.Lock()
         self._islands: dict[str, Watched] = {}
@@ -167,11 +178,15 @@ class Watcher:
             return self._history.to_json() | {"seconds": max(self._every, len(self._islands) / 50)}
 
     async def _watch(self) -> None:
-        run = self._run
+        while not self._over.is_set():
+            await self._watch_as(self._run)
+
+    async def _watch_as(self, run: RosterAndKeys) -> None:
+        """Watch in the name of one member, until another one's keys are there in its place."""
         dialler = self._dialler or Dialler(run.name, run.credentials, run.roster)
         limit, tasks = asyncio.Semaphore(_AT_ONCE), dict[str, asyncio.Task[None]]()
         try:
-            while not self._over.is_set():
+            while not self._over.is_set() and self._run.name == run.name:
                 self._follow(dialler, limit, tasks)
                 await asyncio.to_thread(self._over.wait, self._every)
                 self._look(time.monotonic())
@@ -243,6 +258,11 @@ class Watcher:
             run = await take_newest(self._run, dialler, statuses, self._seconds)
             with self._lock:
                 self._run = run
+        if self._reopen is not None and self.known()[1].get(self._run.name) == REMOVED:
+            with contextlib.suppress(UserError):
+                run = self._reopen()
+                with self._lock:
+                    self._run = replace(self._run, name=run.name, credentials=run.credentials)
         silent = [name for name, state in self.known()[1].items() if state == AWAY]
         if not silent or not statuses or time.monotonic() - self._asked_about < _ABOUT_SECONDS:
             return

@@ -12,7 +12,7 @@ from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.model.kind import num_active_params, num_params
 from noloco_jax.optim.methods import method_of
 from noloco_jax.spmd.programs import Programs
-from noloco_jax.train.messages import BytesSent, num_outer_steps
+from noloco_jax.train.bytes_sent import BytesSent, num_outer_steps
 
 
 def banner_rows(config: TrainConfig, programs: Programs, messages: BytesSent) -> list[tuple[str, object]]:

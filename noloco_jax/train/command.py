@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from noloco_jax.cluster.host import keep_freed_memory
-from noloco_jax.cluster.place import define_flags, find_rank
+from noloco_jax.cluster.process_rank import define_flags, find_rank
 from noloco_jax.config import parse_args
 from noloco_jax.files import folder_of_flag
 

@@ -11,7 +11,7 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.finite import is_finite
 from noloco_jax.spmd.programs import StepMetrics, TrainState
-from noloco_jax.train.parts import Outcome, RunContext
+from noloco_jax.train.context import Outcome, RunContext
 from noloco_jax.train.step_log import StepLog
 
 
@@ -80,7 +80,7 @@ def _train_steps(run: RunContext, state: TrainState, step: int, log: StepLog) ->
 def _check_finite(state: TrainState, step: int) -> None:
     """Raise `UserError` rather than save what no run can continue from; a step has the loss of earlier weights.
 
-    A state is finite when a run starts, see `training`, so that the steps since then are to blame.
+    A state is finite when a run starts, see `restored_state`, so that the steps since then are to blame.
     """
     if not is_finite(state):
         raise UserError(

@@ -40,10 +40,10 @@ from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import FIRST_WEIGHTS, compile_programs, keep_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.train.bytes_sent import BytesSent
+from noloco_jax.train.context import Outcome, RunContext
 from noloco_jax.train.inputs import check_inputs, given_weights, open_inputs
 from noloco_jax.train.loop import train_steps
-from noloco_jax.train.messages import BytesSent
-from noloco_jax.train.parts import Outcome, RunContext
 from noloco_jax.train.resume import check_end, completion, restored_state
 from noloco_jax.train.sample import sample_of_run
 from noloco_jax.train.sync import Sync

@@ -6,7 +6,7 @@ from typing import Any
 
 from noloco_jax.checkpoint import elastic
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
-from noloco_jax.cluster.place import ProcessRank
+from noloco_jax.cluster.process_rank import ProcessRank
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.start import joined
 from noloco_jax.config import TrainConfig, to_dict
@@ -18,7 +18,7 @@ from noloco_jax.spmd.background import compile_background, host_mesh, is_in_back
 from noloco_jax.spmd.compile import PROGRAMS
 from noloco_jax.train import phases
 from noloco_jax.train.banner import banner_rows
-from noloco_jax.train.messages import bytes_sent_of
+from noloco_jax.train.bytes_sent import bytes_sent_of
 from noloco_jax.train.phases import RunFlags
 from noloco_jax.train.sync import BackgroundSync, CollectiveSync
 

@@ -12,7 +12,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.metrics.peaks import mfu, model_flops_per_token
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import StepMetrics, TrainState
-from noloco_jax.train.parts import RunContext
+from noloco_jax.train.context import RunContext
 from noloco_jax.train.sync import OuterStepRecord
 
 

@@ -18,7 +18,7 @@ from support.ports import free_port
 PROGRAM = """
 import json, os, signal, sys, time
 from argparse import Namespace
-from noloco_jax.cluster.place import find_place
+from noloco_jax.cluster.process_rank import find_place
 from noloco_jax.cluster.start import joined
 
 config, seconds, *arguments = sys.argv[1:]

@@ -11,7 +11,7 @@ from noloco_jax.spmd.compile import arguments_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.pipeline.routes import route_pool
 from noloco_jax.spmd.programs import build_programs
-from noloco_jax.train.messages import bytes_sent_of, num_pairings
+from noloco_jax.train.bytes_sent import bytes_sent_of, num_pairings
 from support import tiny_model
 from support.compiled_text import Found, collectives_in
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import ConnectionLost
 from noloco_jax.islands.final_merge import FinalMerge
@@ -120,7 +120,7 @@ async def test_an_island_that_was_given_up_is_waited_for_no_longer_until_it_star
     assert a.node.unfinished() == []
 
 
-@pytest.mark.parametrize(("error", "told"), [(UserError, [pb.Status.GONE]), (OSError, [])])
+@pytest.mark.parametrize(("error", "told"), [(UserError, [pb.Status.GONE]), (TransientError, []), (OSError, [])])
 def test_an_island_that_ends_with_a_mistake_of_the_input_says_that_it_is_gone(error, told):
     """After any other error the same command may do better, and the others wait for it."""
     link: Any = Waiting()
@@ -194,7 +194,7 @@ def test_a_merge_that_is_told_to_stop_while_it_fetches_stops_within_a_second():
     assert merge(state, 800) is state
     assert time.monotonic() - started < 1.5
     assert "600 s for each, twice as long" in lines[0] and "not merged, as it is told to stop" in lines[1]
-    assert link.told == [FINISHED]
+    assert link.told == [FINISHED, pb.Status.MERGED]  # nobody waits for its weights
 
 
 @pytest.mark.parametrize(("is_giving", "seconds"), [(False, 0.5), (True, 1.0)], ids=["nobody fetches", "rome fetches"])

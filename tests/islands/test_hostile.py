@@ -10,8 +10,8 @@ import pytest
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import SILENT_SECONDS, ConnectionLost, ProtocolError
 from noloco_jax.islands.meetings import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS
+from noloco_jax.islands.peer_table import ROSTER_SECONDS
 from noloco_jax.islands.roster import BadRosterError
-from noloco_jax.islands.view import ROSTER_SECONDS
 from support.island_world import MemoryStream, Sea, participation
 
 NAN = math.nan

@@ -4,6 +4,8 @@ import argparse
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -62,23 +64,27 @@ def test_a_signal_lets_all_islands_save_and_merges_nothing(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("status", [2, 0], ids=["given up", "complete"])
 def test_the_others_hear_that_an_island_has_ended_for_good_until_they_end(monkeypatch, tmp_path, status):
-    told: list[tuple[Path, list[str]]] = []
-    monkeypatch.setattr(local, "_tell_gone", lambda folder, names: told.append((folder, names)))
+    told: list[tuple[Path, str, int]] = []
+    monkeypatch.setattr(local, "_tell_ended", lambda folder, one: told.append((folder, one.name, one.status)))
     monkeypatch.setattr(local, "_TELL_EVERY_SECONDS", 0.5)
     act = f"sys.exit({status}) if values['--name'] == 'island1' else time.sleep(3)"
     assert trained(monkeypatch, tmp_path, act) == status
-    assert len(told) > 1 and all(folder == tmp_path and "island1" in names for folder, names in told)
+    assert told.count((tmp_path, "island1", status)) > 1
 
 
-def test_an_island_that_its_launcher_gave_up_is_known_as_gone_to_one_that_trains(tmp_path):
+@pytest.mark.parametrize("status", [2, 0], ids=["given up", "complete"])
+def test_an_island_that_has_ended_for_good_is_waited_for_no_more_by_one_that_trains(tmp_path, status):
     roster, keys = with_keys(on_loopback("island0", "island1"), tmp_path)
     island = LiveIsland("island0", roster, tmp_path, keys / "island0")
     with training(island):
         wait_for(lambda: island.link.is_listening)
         assert island.link.unfinished() == ["island1"]
-        local._tell_gone(tmp_path, ["island1"])
+        ended: Any = SimpleNamespace(name="island1", status=status)
+        local._tell_ended(tmp_path, ended)
+        assert island.link.finished() == ([] if status else ["island1"])
         assert island.link.unfinished() == []
-        wait_for(lambda: island.step > 0, 60)  # nor does it wait for island1 to begin
+        if status:  # nor does it wait for island1 to begin; after a finished one there is nothing to begin
+            wait_for(lambda: island.step > 0, 60)
 
 
 @pytest.mark.parametrize(

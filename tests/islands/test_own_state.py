@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.islands.checkpoints import OwnCheckpoints
-from noloco_jax.islands.forms import summary
 from noloco_jax.islands.own_outer import shown
 from noloco_jax.islands.own_state import OwnState, begins_anew, fresh_values
+from noloco_jax.islands.tree_spec import summary
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:

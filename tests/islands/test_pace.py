@@ -7,7 +7,7 @@ import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.pace import EARNED, MAX_EARNED, Pace
-from noloco_jax.islands.view import PeerTable
+from noloco_jax.islands.peer_table import PeerTable
 from support.island_world import Sea, participation
 
 

@@ -22,7 +22,7 @@ from noloco_jax.tools.simulate.cost import (
     smallest_delay,
     tree_over_pair,
 )
-from noloco_jax.train.messages import bytes_sent_of
+from noloco_jax.train.bytes_sent import bytes_sent_of
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 # 4 GB of float32 at 1 GB/s.

@@ -20,8 +20,8 @@ from noloco_jax.metrics.console import Progress
 from noloco_jax.metrics.peaks import model_flops_per_token
 from noloco_jax.metrics.writer import METRICS_FILE, MetricWriter
 from noloco_jax.spmd.programs import StepMetrics, TrainState
-from noloco_jax.train import loop, parts, step_log, sync
-from noloco_jax.train.messages import BytesSent
+from noloco_jax.train import context, loop, step_log, sync
+from noloco_jax.train.bytes_sent import BytesSent
 
 
 def config_of(**fields: Any) -> TrainConfig:
@@ -105,7 +105,7 @@ class Result:
         monkeypatch.setattr(loop, "_evaluate", lambda run, state, step, log: self.done.append(("evaluate", step)))
         fake: Any = self
         with MetricWriter(workdir, resume_step=start or None, tensorboard=False) as metrics:
-            run = parts.RunContext(
+            run = context.RunContext(
                 config=config,
                 programs=fake,
                 batches=fake,

@@ -31,13 +31,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.choices import check_given_once, combinations, parse_sweep
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import TrainConfig, from_dict, load_config, make_parser, split_overrides, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.metrics.console import make_console
 from noloco_jax.tools.bench.report import FAILED, REFUSED, Result, Row, show
+from noloco_jax.tools.sweep import check_given_once, combinations, parse_sweep
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.tools.bench.report import FAILED, REFUSED, Result
 from noloco_jax.tools.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
-from noloco_jax.train.messages import bytes_sent_of, num_pairings
+from noloco_jax.train.bytes_sent import bytes_sent_of, num_pairings
 
 # A trace names the operations of a CUDA graph after the graph; no sequence of kernels is long enough to become one.
 _NO_CUDA_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}

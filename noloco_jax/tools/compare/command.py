@@ -33,7 +33,6 @@ from pathlib import Path
 
 import jax
 
-from noloco_jax.choices import parse_sweep
 from noloco_jax.config import make_parser, split_overrides
 from noloco_jax.data import RunData
 from noloco_jax.errors import UserError
@@ -42,6 +41,7 @@ from noloco_jax.metrics.console import make_console
 from noloco_jax.tools.compare.plan import check_folder, make_plan
 from noloco_jax.tools.compare.runner import Comparison
 from noloco_jax.tools.compare.variants import check_free, make_variants
+from noloco_jax.tools.sweep import parse_sweep
 
 
 def main(argv: Sequence[str] | None = None) -> int:

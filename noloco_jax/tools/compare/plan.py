@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_jax.choices import Sweep, check_given_once
 from noloco_jax.config import CONFIG_FILE, TrainConfig, changes, from_dict, load_config, load_saved
 from noloco_jax.errors import UserError
 from noloco_jax.optim.methods import METHODS
 from noloco_jax.tools.compare.variants import Variant
+from noloco_jax.tools.sweep import Sweep, check_given_once
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bytes, format_count, format_spread, markdown_table
 from noloco_jax.tools.compare.plan import Plan, PlannedRun
 from noloco_jax.tools.compare.results import Row, mean_and_std
-from noloco_jax.train.messages import num_outer_steps
+from noloco_jax.train.bytes_sent import num_outer_steps
 
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = "os^vPX<>p*h"

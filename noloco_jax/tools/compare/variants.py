@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from noloco_jax.choices import Sweep, check_single, combinations
 from noloco_jax.errors import UserError
 from noloco_jax.optim.methods import METHODS
+from noloco_jax.tools.sweep import Sweep, check_single, combinations
 
 _METHODS = "ddp,diloco,noloco,local"
 _OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # flags that set a field of every run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.train.messages import BytesSent, bytes_sent_of, num_outer_steps, num_pairings
+from noloco_jax.train.bytes_sent import BytesSent, bytes_sent_of, num_outer_steps, num_pairings
 
 V, D, F = 259, 16, 32
 LAYER = D * (16 + 8 + 8 + 16) + 3 * D * F + 2 * D  # attention's q, k, v, o, the MLP's three, two norms

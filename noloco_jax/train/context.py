@@ -12,7 +12,7 @@ from noloco_jax.metrics.console import Progress
 from noloco_jax.metrics.writer import MetricWriter
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.programs import Programs, TrainState
-from noloco_jax.train.messages import BytesSent
+from noloco_jax.train.bytes_sent import BytesSent
 from noloco_jax.train.sync import Sync
 
 

@@ -16,7 +16,7 @@ from noloco_jax.islands.bounds import Distance
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.interfaces import Network, Plan, TrainerCallbacks
 from noloco_jax.islands.pace import Pace
-from noloco_jax.islands.peers import ENDED, Peer, check_status, digest
+from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_status, digest
 from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, parse_dialled, version_of
 
 TOLD_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
@@ -131,7 +131,8 @@ class PeerTable:
             self.peers[name].wrong = status.wrong[:300]
             if not status.wrong:
                 found[name] = status
-                self.hear(name, status.round if status.timing.round_seconds else -1, status.incarnation)
+                is_known = status.timing.round_seconds or status.phase in FINISHED
+                self.hear(name, status.round if is_known else -1, status.incarnation)
                 self.hear_phase(name, status.phase)
                 self.take_news(name, status.roster_version)
             if status.HasField("roster"):

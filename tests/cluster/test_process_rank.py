@@ -4,15 +4,15 @@ from argparse import ArgumentParser
 
 import pytest
 
-from noloco_jax.cluster import place
-from noloco_jax.cluster.place import ProcessRank, define_flags, find_rank
+from noloco_jax.cluster import process_rank
+from noloco_jax.cluster.process_rank import ProcessRank, define_flags, find_rank
 from noloco_jax.errors import UserError
 
 
 @pytest.fixture(autouse=True)
 def devices(tmp_path, monkeypatch):
     """Hide the devices of this machine; return the folder in their place."""
-    monkeypatch.setattr(place, "_DEVICES", tmp_path)
+    monkeypatch.setattr(process_rank, "_DEVICES", tmp_path)
     return tmp_path
 
 
