@@ -97,6 +97,33 @@ async def test_an_island_without_weights_ends_where_all_others_have_finished_and
         await starting
 
 
+async def test_one_of_three_that_says_it_has_finished_does_not_end_a_run_that_begins():
+    sea = Sea("abc")
+    a, b = sea.add("a"), sea.add("b")
+    for sim in (a, b):
+        sim.node.view.hear("c", 99)
+        sim.node.view.hear_phase("c", pb.Status.FINISHED)
+    await asyncio.gather(a.train(50), b.train(50))
+    assert a.step == b.step == 50
+
+
+async def test_an_island_that_lost_its_weights_ends_where_all_others_were_given_up():
+    a = Sea("ab").add("a")
+    a.node.view.hear_phase("b", pb.Status.GONE)
+    with pytest.raises(UserError, match="all other islands have ended for good"):
+        await a.train(50, began_before=True)
+
+
+async def test_the_weights_of_a_short_run_that_is_over_are_taken_without_a_checkpoint():
+    sea = Sea("ab")
+    a, b = sea.add("a"), sea.add("b")
+    await asyncio.gather(a.train(50), b.train(50))
+    b.kill()
+    back = sea.add("b", incarnation=2000)
+    await back.train(50, began_before=True)
+    assert back.inner_steps == 0 and np.array_equal(back.slow, a.slow)
+
+
 async def never_given(kind: int) -> bytes:
     raise ConnectionLost("no copy of the weights")
 

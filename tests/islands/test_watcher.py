@@ -189,6 +189,26 @@ def test_a_removed_member_is_watched_until_its_end():
     watcher.close()
 
 
+def test_a_watcher_goes_on_in_the_name_of_another_member_once_its_own_is_removed():
+    islands = Islands({"paris": answer("TRAINING", 4), "berlin": answer("TRAINING", 4)})
+    run = run_of("paris", "berlin")
+    roster = run.roster.changed(run.roster.member("paris")._replace(until_round=9))
+    watcher = Watcher(
+        RosterAndKeys(roster, "paris", None),
+        0.02,
+        dialler=islands,
+        reopen=lambda: RosterAndKeys(roster, "berlin", None),
+    )
+    watcher.start()
+    wait_for(lambda: watcher.known()[1] == {"paris": "training", "berlin": "training"})
+    assert watcher._run.name == "paris"
+    islands.statuses |= {"paris": answer("LEAVING", 8), "berlin": answer("TRAINING", 12)}
+    wait_for(lambda: watcher._run.name == "berlin")
+    islands.statuses["berlin"] = answer("TRAINING", 13)
+    wait_for(lambda: watcher.to_json()["islands"]["berlin"]["round"] == 14)
+    watcher.close()
+
+
 def test_an_island_that_restarts_has_no_round_until_it_trains():
     watched, seen = Watched(), []
     for status in (answer("TRAINING", 30), answer("STARTING", -1), answer("READY", -1), answer("TRAINING", 33)):
