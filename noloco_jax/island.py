@@ -1,4 +1,4 @@
-"""Entry point of `python -m noloco_jax.island`; `command` parses its arguments."""
+"""Entry point of `python -m noloco_jax.island`; `islands.command` parses its arguments."""
 
 from noloco_jax.errors import run_command
 

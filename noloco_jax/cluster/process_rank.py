@@ -1,4 +1,4 @@
-"""Place of a process in its run: what flags and JAX's variables say; the rest JAX finds by itself.
+"""Rank of a process in its run: what flags and JAX's variables say; the rest JAX finds by itself.
 
 `jax.distributed.initialize` knows Slurm, Open MPI, Kubernetes and Cloud TPU. This module decides only whether to call
 it, before JAX is imported.
@@ -46,7 +46,7 @@ def define_flags(parser: ArgumentParser) -> None:
 
 
 def find_rank(flags: Namespace, environment: Mapping[str, str]) -> ProcessRank | None:
-    """Find the place of this process; None if it is alone.
+    """Find the rank of this process; None if it is alone.
 
     Args:
       flags: as `define_flags` makes them; they go before JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID,

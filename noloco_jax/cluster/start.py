@@ -98,7 +98,7 @@ def _connect(place: ProcessRank, timeout: float) -> str:
         )
     except ValueError as error:
         raise UserError(
-            f"JAX does not find the place of this process ({error}): give --coordinator, --num_processes and "
+            f"JAX does not find the rank of this process ({error}): give --coordinator, --num_processes and "
             "--process_id"
         ) from None
     except RuntimeError as error:

@@ -115,8 +115,8 @@ async def receive_into(
     """Call `write` with the pieces of a donor's weights; return its last round when it sent them.
 
     Raises:
-      Broken: if the donor refuses, or is silent for too long.
-      Unfit: if what comes is not of this size.
+      ConnectionLost: if the donor refuses, or is silent for too long.
+      ProtocolError: if what comes is not of this size.
     """
     async with contextlib.aclosing(network.weights(donor, request)) as frames:
         offered = await _next_frame(frames, "offer")

@@ -188,8 +188,8 @@ async def offer(
 
     Raises:
       Refused: if there will be no exchange.
-      Broken: if the call ended.
-      Unfit: if the partner sent what no honest peer sends.
+      ConnectionLost: if the call ended.
+      ProtocolError: if the partner sent what no honest peer sends.
     """
     await send(stream, pb.Frame(hello=hello))
     while (kind := (frame := await _receive(stream)).WhichOneof("kind")) == "not_yet":

@@ -69,8 +69,8 @@ async def fetch(
       last: True for weights after the last step alone.
 
     Raises:
-      Broken: if the peer refuses, is silent, or too slow.
-      Unfit: if what comes is not of this size.
+      ConnectionLost: if the peer refuses, is silent, or too slow.
+      ProtocolError: if what comes is not of this size.
       OSError: if the disk is full.
     """
     now, size = asyncio.get_running_loop().time, sum(spec.nbytes for spec in specs)

@@ -68,7 +68,7 @@ class NetworkPlan(Plan):
 
 
 class NetworkThread:
-    """An island's link with the others. Methods are those of the training's thread, unless they say otherwise.
+    """An island's network thread. Methods are those of the training's thread, unless they say otherwise.
 
     Args:
       plan: what the island brings.

@@ -21,7 +21,7 @@ PyTree = Any
 
 
 class OwnState:
-    """Form of the state of a user's loop: shapes and shardings, and how a state is made of given or received arrays.
+    """Specs of the state of a user's loop: shapes and shardings, and how a state is made of given or received arrays.
 
     Args:
       outer: the outer optimizer.
@@ -29,7 +29,7 @@ class OwnState:
       rest: what travels with them; its values are those with which moments begin anew.
 
     Attributes:
-      params, rest: forms of the user's trees.
+      params, rest: specs of the user's trees.
       places: shapes, dtypes and shardings of the state.
       local: programs of local steps and corrections, not compiled.
     """

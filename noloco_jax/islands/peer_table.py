@@ -1,4 +1,4 @@
-"""An island's view of its peers: what they have told, the roster that it follows, and its tasks and lines.
+"""Table of an island's peers: what they have told, the roster that it follows, and its tasks and lines.
 
 Everything here runs on one asyncio loop, so that no step between two awaits is interrupted. The network and the
 training are behind `Network` and `TrainerCallbacks`; tests have both in memory, on a virtual clock.
@@ -25,7 +25,7 @@ GREET_SECONDS = 10.0  # for an answer to a greeting
 
 
 class PeerTable:
-    """An island's view of its peers.
+    """Table of an island's peers.
 
     Args:
       plan, network, world, pace, parse: as for `Node`.

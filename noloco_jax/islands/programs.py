@@ -1,6 +1,6 @@
 """Programs of an island: a replica that trains alone and exchanges messages outside of JAX's collectives.
 
-They are the outer optimizer's local step and correction, see `OuterPrograms`, and what a message becomes on its way.
+They are the outer optimizer's local step and correction, see `OuterOptimizer`, and what a message becomes on its way.
 """
 
 from collections.abc import Callable

@@ -257,7 +257,7 @@ def never(seconds: float) -> bool:
 
 @contextlib.contextmanager
 def closing(link: NetworkThread) -> Iterator[NetworkThread]:
-    """Close a link after the body, and tell the others when the same command would fail again."""
+    """Close an island's network after the body, and tell the others when the same command would fail again."""
     try:
         yield link
     except UserError as error:

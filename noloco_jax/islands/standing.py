@@ -35,7 +35,8 @@ def standing(member: Member, answer: pb.Status | None, last: Any, is_over: bool)
 
     Returns:
       "starting", "waiting to begin", "training" or "leaving" while it answers, "finished" and "removed" then and
-      afterwards, "left" after it was told to stop, and "away" if it ended or is cut off without a word.
+      afterwards, "left" after it was told to stop or has ended for good, and "away" if it ended or is cut off without a
+      word.
     """
     if member.until_round is not None and (is_over or (answer and member.until_round <= answer.round + 1)):
         return REMOVED

@@ -1,4 +1,4 @@
-"""Form of a user's tree: kinds and places of its leaves, to which arrays from a peer or a checkpoint return."""
+"""Spec of a user's tree: kinds and places of its leaves, to which arrays from a peer or a checkpoint return."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class _Leaf(NamedTuple):
-    """Form of one leaf.
+    """Spec of one leaf.
 
     Attributes:
       name: its path.

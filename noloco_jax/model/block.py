@@ -69,7 +69,7 @@ class Block(nnx.Module):
 
         Args:
           h_BTD: the residual stream.
-          rotation_1T1J: cosines and sines of the positions, see `rope.rotation`.
+          rotation_1T1J: cosines and sines of the positions, see `attention.rotation`.
           cache: keys and values of the positions before these. None: these are the first, and all there are.
           segments_BT: without a cache, the segment of every position, which attends to that alone. None: to all.
         """

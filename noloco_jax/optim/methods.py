@@ -1,4 +1,4 @@
-"""Table of training methods. A new method is a row here, a rule in `outer`, and a line in the tests' table."""
+"""Table of training methods. A new method is a row here, a rule in `optim`, and a line in the tests' table."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """Programs of an outer optimizer: each is one of its transitions, for all replicas of a mesh.
 
-The trainer's outer steps, those with a delay and those of islands are made of the same transitions here.
+Outer steps with and without a delay are made here; `islands.programs` maps the same transitions over its one replica.
 """
 
 from collections.abc import Callable

@@ -64,7 +64,7 @@ class Programs:
     Attributes:
       mesh: the devices.
       state: shapes, dtypes and shardings of the `TrainState` that programs take.
-      resting: shapes, dtypes and shardings of the state between steps, with an offloaded outer state in host memory.
+      between_steps: the same of the state between steps, with an offloaded outer state in host memory.
       batch: shapes and shardings of a batch: `input_ids`, `labels` and with a document mask `segment_ids`, int32
         (N, B, T).
       parts: shape and sharding of the argument of `share_batch`.

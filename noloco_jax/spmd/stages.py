@@ -23,7 +23,7 @@ def padded_vocab_size(vocab_size: int, mesh_shape: Mapping[str, int]) -> int:
     """Return V', the padded vocabulary of a run on a mesh of this shape.
 
     With several stages it is also a multiple of the `tensor` devices that shard a stage's part. Each part is a multiple
-    of 8 and at least 32, so that the blocks of a wire format lie as in whole tables (`wires.block_shape`).
+    of 8 and at least 32, so that the blocks of a wire format lie as in whole tables (`wire_sizes.block_shape`).
     """
     if mesh_shape["stage"] == 1:
         return vocab_size

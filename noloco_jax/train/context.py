@@ -1,4 +1,4 @@
-"""The parts of a run, and its outcome."""
+"""Context of a run's loop, and its outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from noloco_jax.train.sync import Sync
 
 @dataclass(frozen=True)
 class RunContext:
-    """The parts of a run, all made and checked before its first step.
+    """What the loop of a run works with, all made and checked before its first step.
 
     Attributes:
       config: configuration of the run.

@@ -52,7 +52,7 @@ DEPTH = {f"noloco_jax.{name}": depth for depth, layer in enumerate(LAYERS) for n
 
 
 def test_packages_import_only_packages_of_lower_layers():
-    """`noloco_jax/README.md` draws the layers; packages of one layer do not import each other."""
+    """`tests/README.md` names the layers; packages of one layer do not import each other."""
     for module, path in FILES.items():
         if room(module) in DEPTH:
             for name in {room(name) for name in imports(path)} & DEPTH.keys() - {room(module)}:

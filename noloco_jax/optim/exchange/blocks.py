@@ -2,7 +2,7 @@
 
 Blocks lie along the hidden dimension: weights along it belong to one token or one unit and move alike, whereas
 neighbouring tokens may be a frequent and a rare one. Block boundaries depend only on the shape of a replica's
-parameter (`wires.block_shape`), so that a message is the same on every mesh.
+parameter (`wire_sizes.block_shape`), so that a message is the same on every mesh.
 """
 
 import functools

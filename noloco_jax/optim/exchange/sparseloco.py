@@ -54,7 +54,7 @@ class SparseLoCo:
     """e ← βe + Δ with Δ = θ − φ; Δ̂ = Q(TOP-k(e)); e ← e − Δ̂; φ ← φ + α mean(Δ̂); θ ← φ (Algorithm 1).
 
     The paper's Δ is φ − θ, which it subtracts. The error takes the place of an outer momentum. The methods are those of
-    `outer.rule.Rule`, without a local step.
+    `rule.Rule`, without a local step.
 
     Attributes:
       alpha, beta: the outer learning rate α and the decay of the error β.
