@@ -18,11 +18,11 @@ from support.ports import free_port
 PROGRAM = """
 import json, os, signal, sys, time
 from argparse import Namespace
-from noloco_jax.cluster.process_rank import find_place
+from noloco_jax.cluster.process_rank import find_rank
 from noloco_jax.cluster.start import joined
 
 config, seconds, *arguments = sys.argv[1:]
-place = find_place(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
+place = find_rank(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
 with joined(place, json.loads(config), float(seconds)) as num_processes:
     import jax
     from noloco_jax.cluster import processes as module
