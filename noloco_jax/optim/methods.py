@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from noloco_jax.optim.defaults import DEFAULTS
 from noloco_jax.optim.schedule import SyncSchedule
 from noloco_jax.optim.wire_sizes import CHUNK, MODULO_BITS, kept_of
 
@@ -17,19 +18,6 @@ if TYPE_CHECKING:
 _ARGUMENTS = {"lr": "outer_lr", "momentum": "outer_momentum"}  # field of `outer` -> argument, where they differ
 _OF_PAIRING = ("group_size", "order", "neighbours")  # fields that the pairing takes
 Config = Any  # a `TrainConfig`; its module imports this table and so cannot be imported here
-
-# The only defaults of the `outer` fields on which methods differ; the transforms' arguments have them too.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "noloco": {  # the paper's, except for the order of pairings
-        **{"lr": 0.7, "momentum": 0.5, "consensus": None, "momentum_of": "steps"},
-        **{"sync_every": 50, "group_size": 2, "order": "passes", "wire": "float32"},
-    },
-    "diloco": {  # its own paper's optimizer
-        **{"lr": 0.7, "momentum": 0.9, "nesterov": True, "sync_every": 100, "wire": "float32"},
-    },
-    "epidemic": {"sync_every": 1, "neighbours": None, "order": "passes", "wire": "float32"},
-    "sparseloco": {"lr": 1.0, "top_k": 64, "sync_every": 30},
-}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax
 import jax.core
 import numpy as np
 
+from noloco_jax.optim.defaults import DEFAULTS
 from noloco_jax.optim.exchange.all_reduce import AllExchange
 from noloco_jax.optim.exchange.axes import AxisName, names_of
 from noloco_jax.optim.exchange.mean import MeanExchange
@@ -16,7 +17,6 @@ from noloco_jax.optim.exchange.modulo import Modulo
 from noloco_jax.optim.exchange.sparseloco import SparseExchange, SparseLoCo
 from noloco_jax.optim.exchange.wire import wire_of
 from noloco_jax.optim.fragments import Fragments
-from noloco_jax.optim.methods import DEFAULTS
 from noloco_jax.optim.neighbours import RandomNeighbours
 from noloco_jax.optim.outer_step import Exchange, OuterOptimizer, OuterStep
 from noloco_jax.optim.pairing import Pairing, components, consensus_limit, largest_group
