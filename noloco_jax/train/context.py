@@ -18,7 +18,7 @@ from noloco_jax.train.sync import Sync
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the loop of a run works with, all made and checked before its first step.
+    """Context of the loop of a run, all made and checked before its first step.
 
     Attributes:
       config: configuration of the run.

@@ -106,7 +106,7 @@ class Setup(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a run holds open.
+    """Open resources of a run.
 
     Attributes:
       stop: request to stop the run.
