@@ -91,34 +91,29 @@ class Dialler:
         except grpc.aio.AioRpcError as error:
             raise ConnectionLost(_words(error, seconds)) from None
 
-    async def watch(self, peer: str, every: float) -> AsyncGenerator[pb.Status, None]:
+    def watch(self, peer: str, every: float) -> AsyncGenerator[pb.Status, None]:
         """Yield a peer's status at once, every so many seconds, and when its phase changes."""
-        method = self._channel(peer, "greetings").unary_stream(
-            f"/{_SERVICE}/Watch",
-            request_serializer=pb.WatchRequest.SerializeToString,
-            response_deserializer=pb.Status.FromString,
-        )
-        call = method(pb.WatchRequest(every_seconds=every), metadata=self._metadata)
-        try:
-            async for status in call:
-                yield status
-        except grpc.aio.AioRpcError as error:
-            raise ConnectionLost(_words(error, every)) from None
-        finally:
-            call.cancel()
+        request = pb.WatchRequest(every_seconds=every)
+        return self._stream(peer, "greetings", "Watch", request, pb.Status, every)
 
-    async def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
-        method = self._channel(peer, "weights").unary_stream(
-            f"/{_SERVICE}/Weights",
-            request_serializer=pb.WeightsRequest.SerializeToString,
-            response_deserializer=pb.WeightsFrame.FromString,
+    def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
+        return self._stream(peer, "weights", "Weights", request, pb.WeightsFrame, CALL_SECONDS, CALL_SECONDS)
+
+    async def _stream(
+        self, peer: str, use: str, name: str, request: Any, answer: Any, seconds: float, timeout: float | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Call a peer at the first step, and yield its answers; `seconds` are those of an error's words."""
+        method = self._channel(peer, use).unary_stream(
+            f"/{_SERVICE}/{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
         )
-        call = method(request, timeout=CALL_SECONDS, metadata=self._metadata)
+        call = method(request, timeout=timeout, metadata=self._metadata)
         try:
-            async for frame in call:
-                yield frame
+            async for message in call:
+                yield message
         except grpc.aio.AioRpcError as error:
-            raise ConnectionLost(_words(error, CALL_SECONDS)) from None
+            raise ConnectionLost(_words(error, seconds)) from None
         finally:
             call.cancel()
 
