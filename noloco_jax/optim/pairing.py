@@ -63,9 +63,9 @@ class RandomPairing:
       seed: seed of the draws, and of the pool if that is random; any non-negative integer.
       order: "passes" goes through all entries of the pool in a random order, then through all in another order: after
         a pass over pairs every replica has met every other. The replicas stay closer than with "independent" draws,
-        which are the paper's (a spread 20, 12 and 8 % smaller for 4, 8 and 16 replicas). "hypercube", for pairs of
-        N = 2^k replicas, is one fixed order from a random start: any k consecutive rounds bring all replicas to their
-        exact mean, like the one-peer graphs of arXiv 2110.13363.
+        which are the paper's (a spread 20, 12 and 8 % smaller for 4, 8 and 16 replicas). "hypercube", for
+        groups of 2^j among N = 2^k replicas, is one fixed order from a random start: any k / j consecutive rounds,
+        rounded up, bring all replicas to their exact mean, like the one-peer graphs of arXiv 2110.13363.
       max_pool: the largest pool to compile.
 
     Raises:
@@ -90,23 +90,24 @@ class RandomPairing:
                 f"group_size is {group_size} with num_replicas {num_replicas}: choose from 2 to {num_replicas}"
             )
         check_draws(seed, order, ORDERS, max_pool)
-        if order == "hypercube" and (num_replicas & (num_replicas - 1) or (num_replicas > 1 and group_size != 2)):
+        if order == "hypercube" and (num_replicas & (num_replicas - 1) or group_size & (group_size - 1)):
             raise ValueError(
-                f"order is 'hypercube' with {num_replicas} replicas in groups of {group_size}: it is for pairs of 2, "
-                "4, 8, ... replicas, choose 'passes'"
+                f"order is 'hypercube' with {num_replicas} replicas in groups of {group_size}: both must be powers of "
+                "two, choose 'passes'"
             )
         self.num_replicas = num_replicas
         self.group_size = group_size
         self.seed = seed
         self.order = order
         if order == "hypercube" and num_replicas > 1:
-            self.pool = _hypercube(num_replicas, max_pool)
+            self.pool = _hypercube(num_replicas, group_size, max_pool)
         else:
             self.pool = _make_pool(num_replicas, group_size, seed, max_pool)
 
     def pool_index(self, draw: Any, fragment: Any = 0) -> Any:
         """Return the pool index of a draw: uniform, each entry once a pass or independent between draws."""
-        return drawn(len(self.pool), self.seed, self.order, draw, fragment)
+        stride = self.group_size.bit_length() - 1 if self.order == "hypercube" else 1
+        return drawn(len(self.pool), self.seed, self.order, draw, fragment, stride)
 
 
 class ExplicitPairing:
@@ -152,7 +153,7 @@ def check_draws(seed: int, order: str, orders: Sequence[str], max_pool: int) -> 
 _FRAGMENT = 2**20
 
 
-def drawn(size: int, seed: int, order: str, draw: Any, fragment: Any) -> Any:
+def drawn(size: int, seed: int, order: str, draw: Any, fragment: Any, stride: int = 1) -> Any:
     """Return the index in a pool of `size` entries that a draw uses; `order` is one of `ORDERS`.
 
     Fragments draw independently: the fragment enters the hash. In the fixed order of a hypercube fragment f is f
@@ -161,7 +162,7 @@ def drawn(size: int, seed: int, order: str, draw: Any, fragment: Any) -> Any:
     if order == "independent":
         return below(size, seed, PAIRING, fragment * _FRAGMENT + draw)
     if order == "hypercube":
-        return (below(size, seed, PAIRING) + draw + fragment) % size
+        return (below(size, seed, PAIRING) + draw * stride + fragment) % size
     return permutation(size, seed, PAIRING, fragment * _FRAGMENT + draw // size)[draw % size]
 
 
@@ -186,6 +187,30 @@ def senders_of(pairing: Pairing) -> tuple[np.ndarray, np.ndarray]:
                 for k in range(1, len(group)):
                     senders[entry, k - 1, replica] = group[(position + k) % len(group)]
     return senders, sizes
+
+
+def halvings_of(pairing: Pairing) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return how groups of 4, 8, 16, ... average by halves; empty if there are others.
+
+    In halving l the member at position p of a group swaps with that at p XOR 2^l, and keeps half number bit l of p.
+
+    Returns:
+      For each halving int32 (pool, N) arrays: the partner of every replica, and its half, 0 or 1.
+    """
+    sizes = {len(group) for round_ in pairing.pool for group in round_}
+    size = max(sizes)
+    if getattr(pairing, "is_directed", False) or len(sizes) > 1 or size < 4 or size & (size - 1):
+        return []
+    halvings = []
+    for leg in range(size.bit_length() - 1):
+        partners, sides = np.zeros((2, len(pairing.pool), pairing.num_replicas), np.int32)
+        for entry, groups in enumerate(pairing.pool):
+            for group in groups:
+                for position, replica in enumerate(group):
+                    partners[entry, replica] = group[position ^ 1 << leg]
+                    sides[entry, replica] = position >> leg & 1
+        halvings.append((partners, sides))
+    return halvings
 
 
 def largest_group(pairing: Pairing) -> int:
@@ -294,15 +319,24 @@ def _xor_round(n: int, r: int) -> Round:
     return tuple((i, i ^ r) for i in range(n) if i < i ^ r)
 
 
-def _hypercube(n: int, max_pool: int) -> tuple[Round, ...]:
-    """Return rounds i XOR r for n = 2^k in which any k consecutive r are linearly independent vectors of k bits.
+def _hypercube(n: int, group_size: int, max_pool: int) -> tuple[Round, ...]:
+    """Return rounds of n = 2^k replicas in groups of 2^j: the sums of j consecutive shifts, of which any k are a basis.
 
-    r goes through the powers of a generator of the field of n elements, so that every pair meets, or through the k unit
-    vectors if those are more than `max_pool`.
+    The shifts r of i XOR r go through the powers of a generator of the field of n elements, so that every pair meets,
+    or through the k unit vectors if those are more than `max_pool`. They are linearly independent as vectors of k bits.
     """
-    k = n.bit_length() - 1
-    shifts = [1 << j for j in range(k)] if n - 1 > max_pool else _powers_of_generator(k)
-    return tuple(_xor_round(n, r) for r in shifts)
+    k, j = n.bit_length() - 1, group_size.bit_length() - 1
+    shifts = [1 << bit for bit in range(k)] if n - 1 > max_pool else _powers_of_generator(k)
+    starts = range(len(shifts) if j < k else 1)
+    return tuple(_span_round(n, [shifts[(start + i) % len(shifts)] for i in range(j)]) for start in starts)
+
+
+def _span_round(n: int, shifts: list[int]) -> Round:
+    """Return the groups {i XOR a sum of some shifts}; the member at position p differs by the shifts of its bits."""
+    sums = [0]
+    for shift in shifts:
+        sums += [shift ^ other for other in sums]
+    return tuple(tuple(i ^ other for other in sums) for i in range(n) if all(i <= i ^ other for other in sums))
 
 
 def _powers_of_generator(k: int) -> list[int]:

@@ -19,7 +19,7 @@ from noloco_jax.optim.exchange.wire import wire_of
 from noloco_jax.optim.fragments import Fragments
 from noloco_jax.optim.neighbours import RandomNeighbours
 from noloco_jax.optim.outer_step import Exchange, OuterOptimizer, OuterStep
-from noloco_jax.optim.pairing import Pairing, components, consensus_limit, largest_group
+from noloco_jax.optim.pairing import Pairing, components, consensus_limit, halvings_of, largest_group
 from noloco_jax.optim.rule import MOMENTUM_OF, Number, Rule
 from noloco_jax.optim.schedule import SyncSchedule
 from noloco_jax.optim.wire_sizes import CHUNK, MODULO_BITS
@@ -90,9 +90,9 @@ def noloco(
       wire: wire format of messages: "float32"; or "bfloat16", "int8" or "int4", which quantize to 16, 8 or 4
         bits a weight (the last two in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then move
         by the difference of their quantized messages, so that equal replicas stay equal, the replicas' mean does not
-        change, and each replica keeps what is below the format's resolution. For pairs also "modulo4": 4 bits in
-        windows that follow the replicas' distance, plus two bytes a block (see `exchange.modulo`); its quantization
-        error is far smaller than that of "int4".
+        change, and each replica keeps what is below the format's resolution. For groups of 2, 4, 8,
+        ... also "modulo4": 4 bits in windows that follow the replicas' distance, plus two bytes a block (see
+        `exchange.modulo`); its quantization error is far smaller than that of "int4".
       fragments: F. Every outer step exchanges one of F equal parts of the parameters, in turn, each with a pairing of
         its own; there are F outer steps in `sync_every` inner steps. A number, or a `Fragments`; None: no fragments.
       delay: inner steps after an outer step at which the group's correction is applied, at most `sync_every`; until
@@ -121,8 +121,11 @@ def noloco(
     if pairing is not None:
         _check_pairing(pairing)
         _warn_if_apart(pairing, outer_momentum, gamma)
-    if wire in MODULO_BITS and pairing is not None and largest_group(pairing) > 2:
-        raise ValueError(f"wire={wire!r} is for pairs and the pairing has groups of {largest_group(pairing)}: use int8")
+    if wire in MODULO_BITS and pairing is not None and largest_group(pairing) > 2 and not halvings_of(pairing):
+        raise ValueError(
+            f"wire={wire!r} is for groups of one size, 2, 4, 8, ..., and the largest has {largest_group(pairing)}: use "
+            "int8"
+        )
 
     of_corrections = momentum_of == "corrections"
     alpha = _known(outer_momentum)

@@ -3,12 +3,13 @@
     mean_i = x_i + Σ_j (Q(x_j) − Q(x_i)) / size_i        j over the senders of i in this draw
 
 Q(x) is what a receiver decodes. Replicas move by differences of decoded messages: equal replicas stay equal, the
-corrections of a group sum to zero, and each replica keeps what is below the format's resolution. Every member of a
-group sends its whole message to every other, by `swap.move`; a `lax.switch` over the pool of the pairing chooses
-the receivers at run time.
+corrections of a group sum to zero, and each replica keeps what is below the format's resolution. Groups of 4, 8, 16,
+... average by halves (`halves`). In other groups and graphs a replica sends its whole message to each receiver, by
+`swap.move`. A `lax.switch` over the pool of the pairing chooses the receivers at run time.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,11 +19,12 @@ from jax import lax
 from noloco_jax.optim.exchange import modulo
 from noloco_jax.optim.exchange.axes import AxisName, checked_axes
 from noloco_jax.optim.exchange.blocks import windows_of
+from noloco_jax.optim.exchange.halves import Leg, mean_by_halves
 from noloco_jax.optim.exchange.permute import joined, lower, permute
 from noloco_jax.optim.exchange.wire import Wire, from_code, to_code
 from noloco_jax.optim.fragments import Fragments
 from noloco_jax.optim.outer_step import Exchange
-from noloco_jax.optim.pairing import Pairing, senders_of
+from noloco_jax.optim.pairing import Pairing, halvings_of, senders_of
 from noloco_jax.optim.rule import Outgoing
 
 PyTree = Any
@@ -34,7 +36,7 @@ class MeanExchange(Exchange):
 
     Attributes:
       pairing: the groups or graphs of every draw; None for islands, whose exchange is elsewhere.
-      wire: wire format of the messages; `Modulo` for pairs only.
+      wire: wire format of the messages; `Modulo` for pairs and groups of 4, 8, 16, ... only.
       axis_name: axes of the replicas.
     """
 
@@ -60,13 +62,23 @@ class MeanExchange(Exchange):
         largest = int(sizes.max())
         if largest == 1:
             return message, windows
-        routes = [lower(senders[:, k], axes.num_devices, axes.num_slots) for k in range(largest - 1)]
+        route = partial(lower, num_devices=axes.num_devices, num_slots=axes.num_slots)
+        dims = fragments.block_dims(message)
+        if halvings := halvings_of(self.pairing):
+            legs = [
+                Leg(
+                    partial(permute, routes=route(partners), index=index, axes=axes),
+                    jnp.asarray(sides)[index, axes.replica()],
+                )
+                for partners, sides in halvings
+            ]
+            return mean_by_halves(self.wire, outgoing, legs, number, dims)
+        routes = [route(senders[:, k]) for k in range(largest - 1)]
         # The size of this replica's group, a number where all are equal: XLA may then multiply by its reciprocal.
         size = largest if (sizes == largest).all() else jnp.asarray(sizes)[index, axes.replica()]
         if largest == 2 and self.wire.exact:
             others = permute(message, routes[0], index, axes)
             return jax.tree.map(lambda x, other: (x + other) / 2, message, others), None
-        dims = fragments.block_dims(message)
 
         # The barriers make the sent and the locally used values one and the same rounding: a compiler may round twice.
         if isinstance(self.wire, modulo.Modulo):

@@ -134,15 +134,13 @@ def propose(wire: Modulo, message: PyTree, movement: PyTree, remembered: PyTree,
       dims: the dimension of every array along which blocks lie.
     """
     moved = jax.tree.map(lambda x: smallest_and_largest(x)[1], tree_in_blocks(movement, dims))
-    return _by_array(
-        jax.tree.map(wire.windows, tree_in_blocks(message, dims), moved, _by_block(remembered, dims)), dims
-    )
+    return by_array(jax.tree.map(wire.windows, tree_in_blocks(message, dims), moved, by_block(remembered, dims)), dims)
 
 
 def encode_in(wire: Modulo, message: PyTree, windows: PyTree, number: Any, dims: PyTree) -> PyTree:
     """Return the payload of a message in the pair's windows, in outer step `number`."""
     blocks = tree_in_blocks(message, dims)
-    return jax.tree.map(lambda x, w: wire.encode(x, w, number), blocks, _by_block(windows, dims))
+    return jax.tree.map(lambda x, w: wire.encode(x, w, number), blocks, by_block(windows, dims))
 
 
 def correct_in(
@@ -158,16 +156,16 @@ def correct_in(
       like: arrays, or shapes, of the message.
       dims: the dimension of every array along which blocks lie.
     """
-    pairs = jax.tree.map(lambda x, y, w: wire.correction(x, y, w, number), own, other, _by_block(windows, dims))
+    pairs = jax.tree.map(lambda x, y, w: wire.correction(x, y, w, number), own, other, by_block(windows, dims))
     halves, remembered = (jax.tree.map(lambda _, pair, i=i: pair[i], own, pairs) for i in range(2))
-    return tree_from_blocks(halves, like, dims), _by_array(remembered, dims)
+    return tree_from_blocks(halves, like, dims), by_array(remembered, dims)
 
 
-def _by_block(windows: PyTree, dims: PyTree) -> PyTree:
+def by_block(windows: PyTree, dims: PyTree) -> PyTree:
     return jax.tree.map(lambda x, dim: jnp.moveaxis(x, dim, -1)[..., None], windows, dims)
 
 
-def _by_array(windows: PyTree, dims: PyTree) -> PyTree:
+def by_array(windows: PyTree, dims: PyTree) -> PyTree:
     return jax.tree.map(lambda x, dim: jnp.moveaxis(x[..., 0], -1, dim), windows, dims)
 
 
