@@ -48,19 +48,15 @@ def _check(config: TrainConfig, shape: dict[str, int]) -> None:
     axes = {"hidden_size": "fsdp", "num_heads": "tensor", "num_kv_heads": "tensor", "intermediate_size": "tensor"}
     for name, axis in axes.items() if model.is_built_in else ():
         if (size := getattr(model, name)) % shape[axis]:
-            mistakes.note(
-                UserError(f"model.{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
-            )
+            mistakes.note(f"model.{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
     if METHODS[config.method].has_outer_steps:
         with mistakes.noted():
             check_fragments(model, config.outer.fragments, shape)
     microbatch = data.batch_size // config.num_microbatches
     if microbatch % shape["fsdp"]:
         mistakes.note(
-            UserError(
-                f"micro-batches of {microbatch} sequences (data.batch_size={data.batch_size} over num_microbatches="
-                f"{config.num_microbatches}) are not a multiple of mesh.fsdp={shape['fsdp']}: change one"
-            )
+            f"micro-batches of {microbatch} sequences (data.batch_size={data.batch_size} over num_microbatches="
+            f"{config.num_microbatches}) are not a multiple of mesh.fsdp={shape['fsdp']}: change one"
         )
     mistakes.raise_all()
 

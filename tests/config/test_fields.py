@@ -20,7 +20,6 @@ from noloco_jax.config import (
     load_saved,
     save_config,
     to_dict,
-    unchecked,
 )
 from noloco_jax.errors import UserError
 
@@ -78,13 +77,6 @@ def test_a_configuration_survives_json():
 
 def test_a_rope_scaling_of_nones_is_none():
     assert from_dict({"model": {"rope_scaling": dict.fromkeys(ROPE)}}).model.rope_scaling is None
-
-
-def test_an_unchecked_configuration_has_only_its_types_checked():
-    config = unchecked({"num_replicas": 1, "outer": {"lr": 1}})
-    assert (config.method, config.num_replicas, type(config.outer.lr)) == ("noloco", 1, float)
-    with pytest.raises(UserError, match="give a whole number"):
-        unchecked({"num_replicas": "1"})
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name():

@@ -93,7 +93,7 @@ def from_values(chosen: dict[str, Any]) -> TrainConfig:
 
 
 def from_flags(chosen: dict[str, Any]) -> TrainConfig:
-    return from_dict(load_config(FILE, [f"--config.{path}={value}" for path, value in chosen.items()]))
+    return load_config(FILE, [f"--config.{path}={value}" for path, value in chosen.items()])
 
 
 @pytest.mark.filterwarnings("ignore:inner.warmup_steps=.* shortened to")

@@ -42,7 +42,7 @@ def test_a_runs_outer_steps_match_the_oracle_with_the_pairings_groups(config, tm
         return dataclasses.replace(programs, outer_step=watched)
 
     monkeypatch.setattr(phases, "compile_programs", compile_and_watch)
-    run = from_dict(load_config(str(config), ["--config.outer.momentum=0.5", "--config.outer.sync_every=4"]))
+    run = load_config(str(config), ["--config.outer.momentum=0.5", "--config.outer.sync_every=4"])
     assert train(run, tmp_path / "run") == 0
 
     pairing = nj.RandomPairing(run.num_replicas, seed=run.seed)
@@ -193,7 +193,7 @@ def shapes(tree):
 
 @pytest.mark.parametrize(("size", "num_devices"), [("125m", 8), ("1b", 1), ("7b", 8)])
 def test_every_program_accepts_a_state_beyond_32_bit_sizes(size, num_devices):
-    config = from_dict(load_config(str(CONFIGS / f"c4_{size}.py"), []))
+    config = load_config(str(CONFIGS / f"c4_{size}.py"), [])
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
     params, inner, outer = programs.state
     assert sum(x.size for x in jax.tree.leaves(params)) > 2**30
