@@ -16,7 +16,7 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
     yield from _model_mistakes(config.model)
     yield from _data_mistakes(config.data)
     yield from _run_mistakes(config)
-    yield from method.mistakes(config)
+    yield from method.mistakes(config.num_replicas, config.outer)
     if method.has_outer_steps:
         yield from _outer_mistakes(config)
     yield from _mesh_mistakes(config)
@@ -106,11 +106,10 @@ def _outer_mistakes(config: TrainConfig) -> Iterator[str]:
         yield from _multiple("model.hidden_size", width, "outer.fragments", outer.fragments)
         if parts > 1 and not width % outer.fragments:
             yield from _multiple("model.hidden_size / mesh.fsdp", width // parts, "outer.fragments", outer.fragments)
-    if outer.delay > outer.sync_every:
-        yield (
-            f"outer.delay={outer.delay} is more than the {outer.sync_every} inner steps after which a fragment has its "
-            f"next outer step: lower it to {outer.sync_every}"
-        )
+    try:
+        _ = config.schedule
+    except ValueError as error:
+        yield f"outer.{error}"
 
 
 def _mesh_mistakes(config: TrainConfig) -> Iterator[str]:

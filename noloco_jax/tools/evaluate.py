@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _config(model, args)
         texts = _given_texts(args, model) if args.data else _validation(args, model)
         name, params = model.load()
-    programs = build_programs(config, make_mesh(config, jax.local_devices()[:1]))
+    programs = build_programs(config, make_mesh(config.mesh, 1, jax.local_devices()[:1]))
     params = _on_device(programs, params)
     print(name)
     print("perplexity  bits per byte      tokens  text")

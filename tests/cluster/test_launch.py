@@ -289,7 +289,7 @@ def test_launch_examples_start_one_process_per_gpu_and_use_all_gpus(example):
     assert processes_each == gpus
     [path] = re.findall(r"--config=(\S+)", command)
     config = load_config(str(ROOT / path), re.findall(r"--config\.\S+", command))
-    assert math.prod(mesh_shape(config, nodes * gpus).values()) == nodes * gpus
+    assert math.prod(mesh_shape(config.mesh, config.num_replicas, nodes * gpus).values()) == nodes * gpus
 
 
 def test_files_named_in_launchers_exist():

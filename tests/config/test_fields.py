@@ -171,6 +171,7 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"outer": {"group_size": 1}}, ["outer.group_size=1", "2"]),
             ({"num_replicas": 1}, ["noloco", "num_replicas=1", "local"]),
             ({"method": "diloco", "outer": {"wire": "modulo4"}}, ["outer.wire='modulo4'", "method='diloco'", "'int4'"]),
+            ({"outer": {"group_size": 3, "wire": "modulo4"}}, ["outer.wire='modulo4'", "outer.group_size=3", "'int8'"]),
             ({"method": "epidemic", "num_replicas": 1}, ["method='epidemic'", "num_replicas=1"]),
             ({"method": "epidemic", "outer": {"neighbours": 4}}, ["outer.neighbours=4", "num_replicas=4", "3"]),
             (
@@ -180,7 +181,10 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"method": "epidemic", "outer": {"wire": "modulo4"}}, ["outer.wire='modulo4'", "outer.wire='int8'"]),
             ({"method": "epidemic", "outer": {"offload": True}}, ["outer.offload=True", "method='epidemic'"]),
             ({"method": "sparseloco", "outer": {"wire": "int8"}}, ["outer.wire='int8'", "method='sparseloco'"]),
-            ({"method": "sparseloco", "outer": {"delay": 1}}, ["outer.delay=1", "method='sparseloco'", "at 0"]),
+            (
+                {"method": "sparseloco", "outer": {"delay": 1}},
+                ["outer.delay=1", "'sparseloco'", "outer.delay=0"],
+            ),
             ({"method": "local", "outer": {"offload": True}}, ["outer.offload=True", "method='local'"]),
             ({"method": "ddp", "outer": {"wire": "int8"}}, ["outer.wire='int8'", "method='ddp'"]),
             ({"keep_period": 700, "checkpoint_every": 500}, ["keep_period=700", "checkpoint_every=500"]),

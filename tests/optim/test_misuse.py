@@ -377,7 +377,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: nj.epidemic(GRAPHS, wire="modulo4"), ValueError, "wire='modulo4' is for pairs"),
     (lambda: nj.diloco(wire="modulo4"), ValueError, "wire='modulo4' is for pairs"),
     (lambda: nj.noloco(PAIRS, fragments=-1), ValueError, "fragments is -1"),
-    (lambda: nj.noloco(PAIRS, sync_every=3, delay=4), ValueError, "delay is 4: it must be between 0 and sync_every, 3"),
+    (lambda: nj.noloco(PAIRS, sync_every=3, delay=4), ValueError, "delay=4 is not between 0 and the sync_every=3"),
     (lambda: nj.RandomPairing(6, order="hypercube"), ValueError, "for pairs of 2, 4, 8, ... replicas, choose 'passes'"),
     (lambda: nj.RandomPairing(8, 4, order="hypercube"), ValueError, "8 replicas in groups of 4: it is for pairs"),
     (lambda: nj.sparseloco(error_decay=1.5), ValueError, r"error_decay is 1.5: it must be in \[0, 1\]"),

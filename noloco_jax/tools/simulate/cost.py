@@ -25,7 +25,8 @@ from noloco_jax.formatting import (
     parse_count,
     parse_seconds,
 )
-from noloco_jax.optim.methods import defaults_of
+from noloco_jax.optim.defaults import DEFAULTS
+from noloco_jax.optim.fits import misfits
 from noloco_jax.optim.wire_sizes import MODULO_BITS, WIRES, block_bytes, block_of
 
 METHODS = {"fsdp": "FSDP", "ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo"}
@@ -61,13 +62,13 @@ class Setting:
     )
     method: str = _flag("noloco", str, f"method to find a setting for: {' or '.join(OUTER_METHODS)}")
     replicas: int = _flag(16, int, "number of replicas; for FSDP, of shards")
-    sync_every: int = _flag(defaults_of("sync_every")["noloco"], int, "inner steps between outer steps")
-    group_size: int = _flag(defaults_of("group_size")["noloco"], int, "replicas that average together in NoLoCo")
+    sync_every: int = _flag(DEFAULTS["noloco"]["sync_every"], int, "inner steps between outer steps")
+    group_size: int = _flag(DEFAULTS["noloco"]["group_size"], int, "replicas that average together in NoLoCo")
     steps: int = _flag(TrainConfig.num_steps, int, "inner steps of the run")
     fragments: int = _flag(
         OuterConfig.fragments, int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn"
     )
-    wire: str = _flag(defaults_of("wire")["noloco"], str, f"messages' wire format: {', '.join(WIRES)}")
+    wire: str = _flag(DEFAULTS["noloco"]["wire"], str, f"messages' wire format: {', '.join(WIRES)}")
     delay: int = _flag(OuterConfig.delay, int, "inner steps beside which DiLoCo and NoLoCo exchange")
     islands: bool = False  # NoLoCo's replicas never wait for an exchange
 
@@ -86,10 +87,13 @@ class Setting:
             raise UserError(f"--method={self.method} has no setting to choose: give {' or '.join(OUTER_METHODS)}")
         if self.wire not in WIRES:
             raise UserError(f"--wire={self.wire}: choose one of {', '.join(WIRES)}")
-        if self.wire in MODULO_BITS and self.group_size > 2:
-            raise UserError(f"--wire={self.wire} is for pairs and --group_size={self.group_size}: use --wire=int8")
-        if self.wire in MODULO_BITS and self.method == "diloco":
-            raise UserError(f"--wire={self.wire} is for pairs and --method=diloco: use --wire=int4")
+        exchange, given = "pairs", ""
+        if self.method == "diloco":
+            exchange, given = "all", "--method=diloco"
+        elif self.group_size > 2:
+            exchange, given = "groups", f"--group_size={self.group_size}"
+        for message in misfits(exchange, {"wire": self.wire}, given, lambda name, value: f"--{name}={value}"):
+            raise UserError(message)
         if self.delay > self.sync_every:
             raise UserError(
                 f"--delay={self.delay} is more than the --sync_every={self.sync_every} steps after which a fragment "
