@@ -36,10 +36,10 @@ class Mistakes:
     """Mistakes in one input, which `raise_all` reports together."""
 
     def __init__(self) -> None:
-        self._messages: list[str] = []
+        self.messages: list[str] = []
 
     def __bool__(self) -> bool:
-        return bool(self._messages)
+        return bool(self.messages)
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -47,15 +47,15 @@ class Mistakes:
         try:
             yield
         except UserError as error:
-            self.note(error)
+            self.note(*error.args)
 
-    def note(self, error: UserError) -> None:
-        self._messages += error.args
+    def note(self, *messages: str) -> None:
+        self.messages += messages
 
     def raise_all(self) -> None:
         """Raise one `UserError` of everything that was noted, if anything was."""
-        if self._messages:
-            raise UserError(*dict.fromkeys(self._messages))
+        if self.messages:
+            raise UserError(*dict.fromkeys(self.messages))
 
 
 def described(error: BaseException) -> str:

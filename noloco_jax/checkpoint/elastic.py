@@ -11,28 +11,27 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.checkpoint.saved import Saved, SavedShape
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.data import redistribute, renumbered
 from noloco_jax.errors import UserError
-from noloco_jax.spmd.outer_programs import build_outer
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 
 PyTree = Any
 
 
-def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
-    """Check that `config.elastic` says how to convert a checkpoint's replicas to the run's.
+def check_elastic(elastic: str, num_replicas: int, saved: SavedShape) -> None:
+    """Check that the field `elastic` says how to convert a checkpoint's replicas to the run's.
 
     Raises:
       UserError: if the numbers of replicas differ and it does not.
     """
-    before, after = saved.num_replicas, config.num_replicas
+    before, after = saved.num_replicas, num_replicas
     fitting = "merge" if after < before else "copy"
-    if before == after or config.elastic == fitting:
+    if before == after or elastic == fitting:
         return
     raise UserError(
-        f"the checkpoint has num_replicas={before}, the config has {after} and elastic={config.elastic!r}: give "
+        f"the checkpoint has num_replicas={before}, the config has {after} and elastic={elastic!r}: give "
         f"--config.elastic={fitting} to make {after} of the {before}, or --config.num_replicas={before}, or another "
         "--workdir"
     )
@@ -49,7 +48,7 @@ def data_positions(saved: Saved, num_replicas: int) -> list[dict]:
     return redistribute(positions, num_replicas)
 
 
-def restore(saved: Saved, config: TrainConfig, programs: Programs) -> tuple[TrainState, str]:
+def restore(saved: Saved, model: ModelConfig, programs: Programs, elastic: str) -> tuple[TrainState, str]:
     """Restore a state to where it stays between steps on this run's mesh; return it and a line on what was converted.
 
     If sizes differ, arrays are read and converted one after another, so that there is never more than one array of the
@@ -61,34 +60,34 @@ def restore(saved: Saved, config: TrainConfig, programs: Programs) -> tuple[Trai
     Raises:
       UserError: see `check_elastic`.
     """
-    then, now = saved.shape, SavedShape.of(config.model, programs.state)
-    check_elastic(config, then)
+    then, now = saved.shape, SavedShape.of(model, programs.state)
+    check_elastic(elastic, now.num_replicas, then)
     if then == now:
         return programs.moved_to_rest(saved.state(programs.state)), ""
-    state = saved.each(_saved_shapes(config, programs, then), _conversions(config, programs, then))
+    state = saved.each(_saved_shapes(model, programs, then), _conversions(model, programs, then))
     if then.num_replicas == now.num_replicas:
         sizes = f"{now.padded_vocab_size} tokens, before {then.padded_vocab_size}"
         return state, f"the vocabulary is padded to {sizes}"
-    return state, _report(then.num_replicas, now.num_replicas, config)
+    return state, _report(then.num_replicas, now.num_replicas, elastic)
 
 
-def _report(before: int, after: int, config: TrainConfig) -> str:
+def _report(before: int, after: int, elastic: str) -> str:
     made = f"replica j of {after} is the mean of those with number j modulo {after}"
     if after > before:
         made = f"replica j of {after} is a copy of replica j modulo {before}"
     return (
-        f"elastic={config.elastic!r}: {before} replicas become {after}, {made}; their remaining data is "
+        f"elastic={elastic!r}: {before} replicas become {after}, {made}; their remaining data is "
         "redistributed, nothing skipped or repeated"
     )
 
 
-def _saved_shapes(config: TrainConfig, programs: Programs, saved: SavedShape) -> TrainState:
+def _saved_shapes(model: ModelConfig, programs: Programs, saved: SavedShape) -> TrainState:
     """Return the saved shapes, sharded over all devices of the run's mesh along a dimension that these divide."""
 
     def shapes(state: TrainState) -> TrainState:
-        resized = resize_vocabulary(config.model, state, saved.padded_vocab_size)
-        if (outer := build_outer(config)) is not None:  # its windows are of blocks of tokens
-            anew: Any = jax.vmap(outer.init)(resized.params)  # Optax's type of a state is any tree
+        resized = resize_vocabulary(model, state, saved.padded_vocab_size)
+        if programs.outer is not None:  # its windows are of blocks of tokens
+            anew: Any = jax.vmap(programs.outer.optimizer.init)(resized.params)  # Optax's type of a state is any tree
             resized = resized._replace(outer=resized.outer._replace(windows=anew.windows))
         return jax.tree.map(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]) if x.ndim else (), x.dtype), resized)
 
@@ -103,9 +102,9 @@ def _saved_shapes(config: TrainConfig, programs: Programs, saved: SavedShape) ->
     return jax.tree.map(placed, jax.eval_shape(shapes, programs.state))
 
 
-def _conversions(config: TrainConfig, programs: Programs, saved: SavedShape) -> PyTree:
+def _conversions(model: ModelConfig, programs: Programs, saved: SavedShape) -> PyTree:
     """Return a `TrainState` of functions that convert each saved array to the run's array at rest."""
-    mine = SavedShape.of(config.model, programs.state)
+    mine = SavedShape.of(model, programs.state)
 
     @functools.cache  # moments and slow weights share the programs of their parameters
     def program(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict
+from noloco_jax.config import Change, TrainConfig, changes, find_field
 from noloco_jax.data.tokenizer_folder import copy_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface_config import GIVEN_FILES
@@ -30,16 +30,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def make_record(config: TrainConfig, source: Mapping[str, Any], from_step: int | None) -> dict[str, Any]:
+def make_record(config: Mapping[str, Any], source: Mapping[str, Any], from_step: int | None) -> dict[str, Any]:
     """Make the record of a run for its checkpoints, as JSON values.
 
     Args:
-      config: configuration of the run.
+      config: configuration of the run, see `to_dict`.
       source: identity of its data and tokenizer, see `data.Stream.source`.
       from_step: the step that the run was told to go back to.
     """
     return {
-        "config": to_dict(config),
+        "config": dict(config),
         "source": dict(source),
         "versions": versions(),
         "from_step": from_step,
@@ -82,18 +82,17 @@ def version_changes(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def write_start(config: TrainConfig, workdir: Path, *, is_new: bool) -> None:
-    """Write what tools read of a run from elsewhere or later: config.json, and copies of what may move.
+def copy_inputs(tokenizer: str, init_from: str | None, workdir: Path) -> None:
+    """Copy to the workdir what tools read of a run from elsewhere or later, and what may move.
 
     Args:
-      config: configuration of the run.
-      workdir: its folder.
-      is_new: False for a resume, which does not read `init_from`.
+      tokenizer: the field `data.tokenizer`.
+      init_from: the field; None: a resume, which does not read it.
+      workdir: the run's folder.
     """
-    copy_tokenizer(config.data.tokenizer, workdir / TOKENIZER_FOLDER)
-    if is_new:
-        _copy_configs(config.init_from, workdir / GIVEN_FOLDER)
-    save_config(config, workdir)
+    copy_tokenizer(tokenizer, workdir / TOKENIZER_FOLDER)
+    if init_from is not None:
+        _copy_configs(init_from, workdir / GIVEN_FOLDER)
 
 
 def _copy_configs(init_from: str, folder: Path) -> None:

@@ -16,7 +16,7 @@ from noloco_jax.checkpoint.quiet import quiet_saves
 from noloco_jax.checkpoint.saved import ITEMS, Saved, SavedShape
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import TransientError, UserError, described, log_if_slow, tell
 from noloco_jax.files import check_name, is_full_disk
 from noloco_jax.spmd.programs import TrainState
@@ -235,7 +235,7 @@ class Checkpointer:
         positions = {
             str(replica): position for part in self._processes.gather(data) for replica, position in part.items()
         }
-        run = record.make_record(self._config, positions["0"]["source"], self._from_step)
+        run = record.make_record(to_dict(self._config), positions["0"]["source"], self._from_step)
         run |= {"totals": asdict(totals or Totals()), **SavedShape.of(self._config.model, state)._asdict()}
         if sync_state:
             run["sync_state"] = dict(sync_state)

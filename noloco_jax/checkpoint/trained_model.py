@@ -10,7 +10,7 @@ import numpy as np
 from noloco_jax.checkpoint.record import GIVEN_FOLDER, TOKENIZER_FOLDER
 from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
-from noloco_jax.config import DataConfig, TrainConfig, load_saved
+from noloco_jax.config import DataConfig, ModelConfig, load_saved
 from noloco_jax.data import ByteTokenizer, RunData, Tokenizer, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import save_folder
@@ -91,37 +91,45 @@ def tokenizer_of(data: DataConfig, workdir: Path | None, given: str | None = Non
 
 
 def write_model_folder(
-    folder: Path, params: PyTree, config: TrainConfig, tokenizer: Tokenizer | None, of: str, workdir: Path | None
+    folder: Path,
+    params: PyTree,
+    model: ModelConfig,
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    of: str,
+    init_from: str,
+    workdir: Path | None,
 ) -> Iterable[str]:
     """Write the folder; return lines that describe its content.
 
     Args:
       folder: path of the folder; it must not exist yet, or be empty.
       params: parameters of one model, as arrays.
-      config: configuration of the run.
+      model, data: of the run.
       tokenizer: tokenizer of the run; None if unknown.
       of: origin of the weights, for the first line.
+      init_from: the run's field.
       workdir: the run's folder, with copies of the configurations beside `init_from`; None: unknown.
     """
-    given = _given_folder(config, workdir)
-    length = config.data.sequence_length
+    given = _given_folder(init_from, workdir)
+    length = data.sequence_length
     save_folder(
         folder,
         params,
-        config.model,
+        model,
         tokenizer,
         # A model that began as another keeps that one's length where it is longer than the sequences of training.
         max_position_embeddings=length if given is None else max(length, max_positions(given) or 0),
         # What no document had was never trained.
-        bos_id=tokenizer.bos_id if tokenizer is not None and config.data.add_bos else None,
-        eos_id=tokenizer.eos_id if tokenizer is not None and config.data.add_eos else None,
+        bos_id=tokenizer.bos_id if tokenizer is not None and data.add_bos else None,
+        eos_id=tokenizer.eos_id if tokenizer is not None and data.add_eos else None,
         given=given,
     )
-    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}"]
-    if config.init_from and given is None:
+    lines = [f"written: {folder}, {num_params(model)[0]:,} parameters, {of}"]
+    if init_from and given is None:
         lines.append(
             f"max_position_embeddings is {length}, the sequences of training, and generation_config.json is new: "
-            f"init_from={config.init_from!r} is not a local folder here; copy both from that model"
+            f"init_from={init_from!r} is not a local folder here; copy both from that model"
         )
     if tokenizer is None:
         lines.append(
@@ -131,8 +139,8 @@ def write_model_folder(
     return lines
 
 
-def _given_folder(config: TrainConfig, workdir: Path | None) -> Path | None:
+def _given_folder(init_from: str, workdir: Path | None) -> Path | None:
     """Return a folder with the configurations of the model that a run began as; None: it began as none, or is gone."""
     folders = [] if workdir is None else [workdir / GIVEN_FOLDER]
-    folders += [Path(config.init_from).expanduser()] if config.init_from else []
+    folders += [Path(init_from).expanduser()] if init_from else []
     return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)

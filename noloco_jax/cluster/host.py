@@ -16,7 +16,7 @@ from noloco_jax.cores import usable_cores, usable_memory
 from noloco_jax.errors import UserError, described
 
 if TYPE_CHECKING:
-    from noloco_jax.config import MeshConfig, TrainConfig
+    from noloco_jax.config import MeshConfig
 
 _GPU_FRACTION = "0.92"  # the rest holds CUDA's own code and the buffers of NCCL
 _GPU_FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX refuses both at once
@@ -43,8 +43,8 @@ def keep_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
-def use_cpu_cores(config: "TrainConfig", num_processes: int = 1) -> None:
-    """Set the number of CPU devices of this process, see `num_cpu_devices`.
+def use_cpu_cores(mesh: "MeshConfig", num_replicas: int, delay: int = 0, num_processes: int = 1) -> None:
+    """Set the number of CPU devices of this process, see `num_cpu_devices`, and of those that exchange with a delay.
 
     Replicas on devices of their own run side by side without sharing a thread pool. Has no effect on GPUs, nor where
     the environment sets the number of devices already, by JAX_NUM_CPU_DEVICES or XLA_FLAGS.
@@ -53,11 +53,9 @@ def use_cpu_cores(config: "TrainConfig", num_processes: int = 1) -> None:
         return
     import jax
 
-    from noloco_jax.optim.methods import has_delay
-
     cores = len(usable_cores())
-    count = num_cpu_devices(config.mesh, config.num_replicas, cores, num_processes)
-    if has_delay(config) and config.mesh.replica != 1 and (count > 1 or num_processes > 1):
+    count = num_cpu_devices(mesh, num_replicas, cores, num_processes)
+    if delay and mesh.replica != 1 and (count > 1 or num_processes > 1):
         # Exchanges have CPU devices of their own (`spmd.background`): one for every GPU, or for every other CPU device.
         on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
         gpus = [] if on_cpu else list(Path("/dev").glob("nvidia[0-9]*"))

@@ -1,18 +1,8 @@
 """The configuration of a run: fields with their ranges and meanings, checks, and the command line."""
 
-from noloco_jax.config.build import (
-    CONFIG_FILE,
-    find_field,
-    from_dict,
-    known_fields,
-    load_saved,
-    save_config,
-    to_dict,
-    unchecked,
-    unknown_field,
-)
+from noloco_jax.config.build import find_field, from_dict, known_fields, unknown_field
 from noloco_jax.config.changes import Change, changes, unused_settings
-from noloco_jax.config.checks import validate
+from noloco_jax.config.config_file import CONFIG_FILE, load_saved, save_config, to_dict
 from noloco_jax.config.fields import (
     DataConfig,
     InnerConfig,
@@ -50,8 +40,6 @@ __all__ = [
     "save_config",
     "split_overrides",
     "to_dict",
-    "unchecked",
     "unknown_field",
     "unused_settings",
-    "validate",
 ]

@@ -1,37 +1,86 @@
-"""Conversion of a ConfigDict or a mapping to the checked dataclasses, and to a run's record and back."""
+"""The border of a configuration: `from_dict` makes checked dataclasses of a file's values and of what flags change."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
-import json
-import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from noloco_jax.config.checks import checked, validate
+from noloco_jax.config.checks import contradictions
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import Entries, FieldInfo, field_at, fields_of, leaf_fields, shown
 from noloco_jax.errors import Mistakes, UserError, described
-from noloco_jax.files import write_whole
+from noloco_jax.optim.methods import METHOD_FIELDS
 
-CONFIG_FILE = "config.json"
 _ENTRY_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
-def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
-    """Build the checked configuration; fields that `values` leaves out take the dataclasses' defaults.
+def from_dict(
+    values: ConfigDict | Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    mistakes: Mistakes | None = None,
+) -> TrainConfig:
+    """Build the configuration, which is checked here and nowhere else.
 
-    A warmup longer than the run is shortened, with a warning. Raises `UserError` with all unknown fields and values of
-    another type; where there are none, with all fields that contradict each other.
+    Fields that are not given take the dataclasses' defaults. A warmup longer than the run is shortened, with a warning.
+
+    Args:
+      values: groups and fields; of a `ConfigDict`, references between fields follow `changes`, which are set in it.
+      changes: dotted path -> value, over `values`. Where they name another method, the values of `METHOD_FIELDS`, which
+        were chosen for the method before, are left out.
+      mistakes: those found so far, to be reported with the others.
+
+    Raises:
+      UserError: all unknown fields and values of another type or range; where there are none, all fields that
+        contradict each other.
     """
-    config = _with_warmup_inside(unchecked(values))
-    validate(config)
+    mistakes, found, config = mistakes or Mistakes(), Mistakes(), None
+    with found.noted():
+        config = _build(TrainConfig, changed(values, changes, found) if changes else values, "", found)
+    if config is not None:
+        config = _with_warmup_inside(config)
+        found.note(*contradictions(config))
+    mistakes.note(*found.messages)
+    mistakes.raise_all()
+    assert config is not None
     return config
+
+
+def changed(values: ConfigDict | Mapping[str, Any], changes: Mapping[str, Any], mistakes: Mistakes) -> ConfigDict:
+    """Set fields, in place in a `ConfigDict`, as `from_dict` describes."""
+    config = values if isinstance(values, ConfigDict) else ConfigDict(values)
+    before, outer = config.get("method", TrainConfig.method), config.get("outer")
+    if changes.get("method", before) != before and isinstance(outer, ConfigDict):
+        for name in METHOD_FIELDS:
+            if name in outer and f"outer.{name}" not in changes:
+                with outer.unlocked():
+                    del outer[name]
+    for path, value in changes.items():
+        with mistakes.noted():
+            _assign(config, path, value)
+    return config
+
+
+def _assign(config: ConfigDict, path: str, value: Any) -> None:
+    """Set a field in place, so that references to it follow, and make the groups that are missing."""
+    *groups, name = path.split(".")
+    for depth, group in enumerate(groups, start=1):
+        if config.get(group) is None:
+            with config.unlocked():
+                config[group] = ConfigDict()
+        inside = config[group]
+        if not isinstance(inside, ConfigDict):
+            raise UserError(f"config field {'.'.join(groups[:depth])}: expected a group of fields, got {shown(inside)}")
+        config = inside
+    # Unlocking computes what follows other fields, which may have no value before all are set.
+    unlocked = contextlib.nullcontext() if name in config else config.unlocked()
+    with unlocked, config.ignore_type():  # the field's own type counts, not that of the file's value
+        config[name] = value
 
 
 def _with_warmup_inside(config: TrainConfig) -> TrainConfig:
@@ -46,66 +95,63 @@ def _with_warmup_inside(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, inner=dataclasses.replace(config.inner, warmup_steps=steps // 10))
 
 
-def unchecked(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
-    """Build the configuration with each field checked by itself; the caller changes some, and calls `validate`."""
-    mistakes, config = Mistakes(), None
-    with mistakes.noted():
-        config = _build(TrainConfig, _resolved(values) if isinstance(values, ConfigDict) else values, "", mistakes)
-    mistakes.raise_all()
-    assert config is not None
-    return config
-
-
-def _resolved(values: ConfigDict) -> dict[str, Any]:
-    """Replace by plain values references between fields."""
-    try:
-        return values.to_dict()
-    except Exception as error:  # the user's own arithmetic may raise anything
-        raise UserError(f"config fields that refer to others have no value: {described(error)}") from error
-
-
 def _build(cls: type, values: Any, prefix: str, mistakes: Mistakes) -> Any:
-    """Build the dataclass of a group; None, which is not to be used, where there are mistakes."""
-    if not isinstance(values, Mapping):
+    """Build the dataclass of a group, of which every value is checked; None where there are mistakes."""
+    if not _is_mapping(values):
         raise UserError(f"config field {prefix[:-1]}: expected a group of fields, got {shown(values)}")
-    fields = fields_of(cls)
-    built = {}
-    for name, value in values.items():
+    fields, built = fields_of(cls), {}
+    for name in values:
         path = f"{prefix}{name}"
         with mistakes.noted():
             if name not in fields:
                 raise unknown_field(path)
-            field = fields[name]
+            field, value = fields[name], _value(values, name, path)
             if field.is_group:
                 built[name] = (_entries if field.by_name else _group)(path, field, value, mistakes)
-            elif value is not None or field.default is not dataclasses.MISSING:
-                built[name] = checked(path, field, value)
-    for name, field in fields.items():
-        if field.default is dataclasses.MISSING and values.get(name) is None:
-            mistakes.note(UserError(f"config field {prefix}{name} is missing: the other {prefix}* fields need it"))
+            elif value is not None or not field.is_required:
+                built[name] = field.checked(path, value)
+    absent = [name for name, field in fields.items() if field.is_required and values.get(name) is None]
+    mistakes.note(*(f"config field {prefix}{name} is missing: the other {prefix}* fields need it" for name in absent))
     return None if mistakes else cls(**built)
+
+
+def _is_mapping(values: Any) -> bool:
+    return isinstance(values, Mapping | ConfigDict)
+
+
+def _value(values: Any, name: str, path: str) -> Any:
+    """Return a value; one that follows other fields is computed here."""
+    try:
+        return values[name]
+    except Exception as error:  # the user's own arithmetic may raise anything
+        raise UserError(f"config field {path} follows others and has no value: {described(error)}") from error
 
 
 def _group(path: str, field: FieldInfo, values: Any, mistakes: Mistakes) -> Any:
     """The dataclass of a group; one that may be None is None also where all its fields are."""
-    if field.optional and isinstance(values, Mapping | None):
-        values = {name: value for name, value in (values or {}).items() if value is not None}
-        if not values:
-            return None
+    is_empty = _is_mapping(values) and all(_value(values, name, f"{path}.{name}") is None for name in values)
+    if field.optional and (values is None or is_empty):
+        return None
     return _build(field.type, values, path + ".", mistakes)
 
 
 def _entries(path: str, field: FieldInfo, values: Any, mistakes: Mistakes) -> Entries[Any]:
     """The dataclass of every entry, in the order of their names; those that are None are left out."""
-    if not isinstance(values, Mapping):
+    if not _is_mapping(values):
         raise UserError(f"config field {path}: expected groups of fields by name, got {shown(values)}")
     for name in values:
         if not (isinstance(name, str) and _ENTRY_NAME.fullmatch(name)):
             raise UserError(
                 f"config field {path}: {shown(name)} is not a name for one of them: give letters, digits, - and _"
             )
-    given = {name: values[name] for name in sorted(values) if values[name] is not None}
-    return Entries({name: _build(field.type, value, f"{path}.{name}.", mistakes) for name, value in given.items()})
+    given = {name: _value(values, name, f"{path}.{name}") for name in sorted(values)}
+    return Entries(
+        {
+            name: _build(field.type, value, f"{path}.{name}.", mistakes)
+            for name, value in given.items()
+            if value is not None
+        }
+    )
 
 
 @functools.cache
@@ -160,31 +206,3 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     containing = sorted((name for name in names if {*parts} <= {*own[name]}), key=len)
     near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
     return next(iter([*abbreviated, *containing, *near]), None)
-
-
-def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Nested plain values that JSON can hold and `from_dict` reads back."""
-    return dataclasses.asdict(config)
-
-
-def save_config(config: TrainConfig, workdir: str | os.PathLike[str]) -> Path:
-    """Write the resolved configuration to WORKDIR/config.json, whole or not at all, and return its path."""
-    return write_whole(Path(workdir) / CONFIG_FILE, json.dumps(to_dict(config), indent=2) + "\n")
-
-
-def load_saved(workdir: str | os.PathLike[str]) -> TrainConfig:
-    """Load the configuration that a run in `workdir` was started with.
-
-    Raises `UserError` where the folder holds none, or a broken one.
-    """
-    path = Path(workdir) / CONFIG_FILE
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): restore it, or start afresh in another --workdir") from None
-    try:
-        return from_dict(values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None

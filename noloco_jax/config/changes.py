@@ -3,7 +3,8 @@
 import re
 from typing import Any, Literal, NamedTuple
 
-from noloco_jax.config.build import known_fields, to_dict
+from noloco_jax.config.build import known_fields
+from noloco_jax.config.config_file import to_dict
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import NAME, field_at, flatten
 from noloco_jax.optim.methods import METHODS

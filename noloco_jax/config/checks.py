@@ -1,60 +1,25 @@
-"""Checks of a configuration, in a field and between fields, as far as they need no devices and no data."""
+"""Checks between fields of a configuration, as far as they need no devices and no data."""
 
-import dataclasses
-import math
 import re
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
-from noloco_jax.config.schema import FieldInfo, field_at, flatten, shown
-from noloco_jax.errors import Mistakes, UserError
+from noloco_jax.config.schema import shown
 from noloco_jax.optim.methods import METHODS
 
-LARGEST_INT = 2**31 - 1
 _KIND = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def validate(config: TrainConfig) -> None:
-    """Raise `UserError` with all fields that are out of range, or else with all that are at odds with another."""
-    mistakes = Mistakes()
-    for path, value in flatten(dataclasses.asdict(config)).items():
-        field = field_at(TrainConfig, path)
-        if value is not None and field is not None:
-            with mistakes.noted():
-                checked(path, field, value)
-    mistakes.raise_all()
+def contradictions(config: TrainConfig) -> Iterator[str]:
+    """Yield a message for all fields that are at odds with another; each alone is in its range."""
     method = METHODS[config.method]
-    messages = [
-        *_model_mistakes(config.model),
-        *_data_mistakes(config.data),
-        *_run_mistakes(config),
-        *method.mistakes(config),
-        *(_outer_mistakes(config) if method.has_outer_steps else ()),
-        *_mesh_mistakes(config),
-    ]
-    if messages:
-        raise UserError(*messages)
-
-
-def checked(path: str, field: FieldInfo, value: Any) -> Any:
-    """Return a value of the field at `path`, an int as a float where one is due.
-
-    Raises `UserError` for one of another type or outside the field's range, whatever the other fields are.
-    """
-    if value is None and field.optional:
-        return None
-    if field.type is float and type(value) is int and abs(value) <= sys.float_info.max:
-        value = float(value)
-    limit = ""
-    if isinstance(value, float) and not math.isfinite(value):
-        limit = " and finite"
-    elif type(value) is int and field.allowed.below is None and value > LARGEST_INT:
-        limit = f", up to {LARGEST_INT}"
-    if limit or type(value) is not field.type or value not in field.allowed:
-        raise UserError(f"{path}={shown(value)} is not allowed: give {field.given}{limit}")
-    return value
+    yield from _model_mistakes(config.model)
+    yield from _data_mistakes(config.data)
+    yield from _run_mistakes(config)
+    yield from method.mistakes(config.num_replicas, config.outer)
+    if method.has_outer_steps:
+        yield from _outer_mistakes(config)
+    yield from _mesh_mistakes(config)
 
 
 def _multiple(of_path: str, of: int, by_path: str, by: int) -> Iterator[str]:
@@ -141,11 +106,10 @@ def _outer_mistakes(config: TrainConfig) -> Iterator[str]:
         yield from _multiple("model.hidden_size", width, "outer.fragments", outer.fragments)
         if parts > 1 and not width % outer.fragments:
             yield from _multiple("model.hidden_size / mesh.fsdp", width // parts, "outer.fragments", outer.fragments)
-    if outer.delay > outer.sync_every:
-        yield (
-            f"outer.delay={outer.delay} is more than the {outer.sync_every} inner steps after which a fragment has its "
-            f"next outer step: lower it to {outer.sync_every}"
-        )
+    try:
+        _ = config.schedule
+    except ValueError as error:
+        yield f"outer.{error}"
 
 
 def _mesh_mistakes(config: TrainConfig) -> Iterator[str]:

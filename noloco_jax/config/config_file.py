@@ -1,10 +1,11 @@
-"""Config files: the defaults that they begin with, and their reading, in Python or as the JSON record of a run."""
+"""Config files: the defaults that they begin with, their reading, and a run's record of its configuration."""
 
 import dataclasses
 import difflib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import traceback
 from pathlib import Path
@@ -12,9 +13,13 @@ from typing import Any
 
 from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
+from noloco_jax.config.build import from_dict
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import FieldInfo, fields_of
 from noloco_jax.errors import UserError, described, tell
+from noloco_jax.files import write_whole
+
+CONFIG_FILE = "config.json"
 
 
 def read_config_file(file: str) -> ConfigDict:
@@ -131,3 +136,27 @@ def _default(field: FieldInfo) -> Any:
     if field.default is None or field.default is dataclasses.MISSING:
         return config_dict.placeholder(field.type)
     return field.default
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Nested plain values that JSON can hold and `from_dict` reads back."""
+    return dataclasses.asdict(config)
+
+
+def save_config(config: TrainConfig, workdir: str | os.PathLike[str]) -> Path:
+    """Write the resolved configuration to WORKDIR/config.json, whole or not at all, and return its path."""
+    return write_whole(Path(workdir) / CONFIG_FILE, json.dumps(to_dict(config), indent=2) + "\n")
+
+
+def load_saved(workdir: str | os.PathLike[str]) -> TrainConfig:
+    """Load the configuration that a run in `workdir` was started with.
+
+    Raises `UserError` where the folder holds none, or a broken one.
+    """
+    path = Path(workdir) / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(f"{path} is not there: give the --workdir of a run that was started")
+    try:
+        return from_dict(read_config_file(str(path)))
+    except UserError as error:
+        raise UserError(f"{path} cannot be used, restore it or start afresh in another --workdir: {error}") from None

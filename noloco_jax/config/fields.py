@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, replace
 
 from noloco_jax.config.schema import NO_ENTRIES, Entries, setting
 from noloco_jax.optim.methods import METHODS
+from noloco_jax.optim.schedule import SyncSchedule
 from noloco_jax.optim.wire_sizes import WIRES
 
 
@@ -261,3 +262,20 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens that all replicas together train on in an inner step."""
         return self.num_replicas * self.data.batch_size * self.data.sequence_length
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a replica's micro-batch."""
+        return self.data.batch_size // self.num_microbatches * self.data.sequence_length
+
+    @property
+    def schedule(self) -> SyncSchedule | None:
+        """Schedule of the outer steps; None for methods without."""
+        if not METHODS[self.method].has_outer_steps:
+            return None
+        return SyncSchedule(self.outer.sync_every, self.outer.fragments, self.outer.delay)
+
+    @property
+    def delay(self) -> int:
+        """Inner steps from an outer step to its correction; 0 for methods without outer steps."""
+        return self.outer.delay if METHODS[self.method].has_outer_steps else 0

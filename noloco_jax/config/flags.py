@@ -1,124 +1,97 @@
 """The command line: `--config=FILE[:ARGUMENT]`, `--config.FIELD=VALUE` for every field, and a tool's own flags.
 
 A config file sets the fields that it cares about, flags set any field over it, and the dataclasses supply the rest,
-with the method's own values for the fields of `outer` that methods disagree on. `--config.method` with another method
-than the file's leaves out what the file sets of these, as it was chosen for the file's method.
+with the method's own values for the fields of `outer` that methods disagree on.
 """
 
 import argparse
 import collections
-import contextlib
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from ml_collections import ConfigDict
-
-from noloco_jax.config.build import find_field, from_dict, known_fields, nearest, to_dict
-from noloco_jax.config.checks import checked
-from noloco_jax.config.config_file import bundled_names, read_config_file
+from noloco_jax.config.build import find_field, from_dict, known_fields, nearest
+from noloco_jax.config.config_file import bundled_names, read_config_file, to_dict
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.config.schema import NAME, FieldInfo, shown
+from noloco_jax.config.schema import NAME, shown
 from noloco_jax.errors import Mistakes, UserError
-from noloco_jax.optim.methods import METHOD_FIELDS
 
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
-_BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
-def load_config(file: str, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Return what `file` sets with `overrides` (`--config.FIELD=VALUE`) over it; `from_dict` checks and completes it.
+def load_config(file: str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the configuration of a file (`read_config_file`) with `overrides` (`--config.FIELD=VALUE`) over it.
 
-    References between the file's fields (`config.get_ref`) follow the overrides. Where these name another method than
-    the file's, the file's values of `METHOD_FIELDS` are left out. See `read_config_file` for `file`.
+    Raises `UserError` for anything that is wrong in them.
     """
-    mistakes = Mistakes()
-    config = _with_overrides(read_config_file(file), overrides, mistakes)
-    mistakes.raise_all()
-    return config
+    values, mistakes = _given(overrides)
+    return from_dict(read_config_file(file), values, mistakes)
 
 
 def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    """Return the checked configuration with `overrides` over it, as those of `load_config` over a file."""
-    return _checked(ConfigDict(to_dict(config)), overrides, Mistakes())
+    """Return a configuration with `overrides` over it, as `load_config` sets them over a file."""
+    values, mistakes = _given(overrides)
+    return from_dict(to_dict(config), values, mistakes)
 
 
-def _checked(config: ConfigDict, overrides: Sequence[str], mistakes: Mistakes) -> TrainConfig:
-    """Return the checked configuration; raise `mistakes` together with those of the overrides and between fields."""
-    checked = None
-    config = _with_overrides(config, overrides, mistakes)
-    with mistakes.noted():
-        checked = from_dict(config)
+def _given(overrides: Sequence[str]) -> tuple[dict[str, Any], Mistakes]:
+    """Return what overrides set, by dotted path, and the mistakes in them."""
+    found = _read(overrides, mistakes := Mistakes())
+    mistakes.note(*(f"{shown(argument)} is not of the form --config.FIELD=VALUE" for argument in found.rest))
+    return found.values, mistakes
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `argv` into (overrides, the rest); `--config.FIELD VALUE` becomes `--config.FIELD=VALUE`."""
+    found = _read(argv, mistakes := Mistakes())
     mistakes.raise_all()
-    assert checked is not None
-    return checked
+    return found.overrides, found.rest
 
 
-def _with_overrides(config: ConfigDict, overrides: Sequence[str], mistakes: Mistakes) -> ConfigDict:
-    """Set fields in place, without what is noted as a mistake; return the configuration."""
-    parsed = []
-    for override in overrides:
-        with mistakes.noted():
-            parsed.append(_parse_override(override))
-    given, before, outer = dict(parsed), config.get("method", TrainConfig.method), config.get("outer")
-    if given.get("method", before) != before and isinstance(outer, ConfigDict):
-        for name in METHOD_FIELDS:
-            if name in outer and f"outer.{name}" not in given:
-                with outer.unlocked():
-                    del outer[name]  # chosen for the method before
-    for path, value in parsed:
-        with mistakes.noted():
-            _assign(config, path, value)
-    return config
+class _Arguments(NamedTuple):
+    """Arguments of a command line: what overrides set, by dotted path; these as text; and all others."""
+
+    values: dict[str, Any]
+    overrides: list[str]
+    rest: list[str]
 
 
-def _assign(config: ConfigDict, path: str, value: Any) -> None:
-    """Set a field in place, so that references to it follow, and make the groups that are missing."""
-    *groups, name = path.split(".")
-    for depth, group in enumerate(groups, start=1):
-        if config.get(group) is None:
-            with config.unlocked():
-                config[group] = ConfigDict()
-        inside = config[group]
-        if not isinstance(inside, ConfigDict):
-            raise UserError(f"config field {'.'.join(groups[:depth])}: expected a group of fields, got {shown(inside)}")
-        config = inside
-    # Unlocking computes what follows other fields, which may have no value before all flags are set.
-    unlocked = contextlib.nullcontext() if name in config else config.unlocked()
-    with unlocked, config.ignore_type():  # the field's own type counts, not that of the file's value
-        config[name] = value
-
-
-def _parse_override(argument: str) -> tuple[str, Any]:
-    """The dotted path that an override sets, and the value."""
-    override = _split_override(argument)
-    if override is None:
-        raise UserError(f"{shown(argument)} is not of the form --config.FIELD=VALUE")
-    path, field, text = override
-    if text is None and field.type is bool:
-        return path, True
-    if text == "None" and field.optional:
-        return path, None
-    try:
-        value = _BOOLS[str(text).lower()] if field.type is bool else field.type(str(text))
-    except (KeyError, ValueError):
-        given = argument if argument.isprintable() and len(argument) < 200 else shown(argument)
-        raise UserError(f"{given} is not allowed: give {field.given}") from None
-    return path, checked(path, field, value)  # before other fields are computed from it
-
-
-def _split_override(argument: str) -> tuple[str, FieldInfo, str | None] | None:
-    """The path, the field and the text of `--config.FIELD[=VALUE]`, None of any other argument."""
-    match = _OVERRIDE.fullmatch(argument)
-    if match is None:
-        return None
-    path, text = match.groups()
-    field = find_field(path)
-    if field.is_group and not (field.optional and text == "None"):
-        inside = f"--config.{path}.NAME.FIELD=VALUE" if field.by_name else f"--config.{path}.FIELD=VALUE"
-        raise UserError(f"--config.{path} is a group: set one of its fields, such as {inside}")
-    return path, field, text
+def _read(argv: Sequence[str], mistakes: Mistakes) -> _Arguments:
+    """Take the overrides out of `argv`, without what is noted as a mistake; a range is checked by `from_dict`."""
+    found, arguments = _Arguments({}, [], []), collections.deque(argv)
+    while arguments:
+        argument = arguments.popleft()
+        match = _OVERRIDE.fullmatch(argument)
+        if match is None:
+            found.rest.append(argument)
+            continue
+        path, text = match.groups()
+        try:
+            field = find_field(path)
+            if field.is_group and not (field.optional and text == "None"):
+                inside = f"--config.{path}.NAME.FIELD=VALUE" if field.by_name else f"--config.{path}.FIELD=VALUE"
+                raise UserError(f"--config.{path} is a group: set one of its fields, such as {inside}")
+        except UserError as error:
+            mistakes.note(*error.args)
+            if text is None and arguments and not arguments[0].startswith("-"):
+                arguments.popleft()  # its value
+            continue
+        if text is None and field.type is bool:
+            text = "True"
+        elif text is None and not arguments:
+            mistakes.note(f"--config.{path} has no value: give --config.{path}=VALUE")
+            continue
+        elif text is None:
+            text = arguments.popleft()
+            argument = f"--config.{path}={text}"
+        try:
+            found.values[path] = field.parsed(text)
+            found.overrides.append(argument)
+        except ValueError:
+            told = argument if argument.isprintable() and len(argument) < 200 else shown(argument)
+            mistakes.note(f"{told} is not allowed: give {field.given}")
+    return found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,42 +164,10 @@ def parse_args(
     )
     if define_flags is not None:
         define_flags(parser)
-    mistakes, namespace = Mistakes(), argparse.Namespace()
-    overrides, own = _split_overrides(sys.argv[1:] if argv is None else argv, mistakes)
+    found = _read(sys.argv[1:] if argv is None else argv, mistakes := Mistakes())
+    namespace = argparse.Namespace()
     with mistakes.noted():
-        namespace = parser.parse_args(own)
+        namespace = parser.parse_args(found.rest)
     if "config" not in namespace:
         mistakes.raise_all()
-    return _checked(read_config_file(namespace.config), overrides, mistakes), namespace
-
-
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `argv` into (overrides, the rest); `--config.FIELD VALUE` becomes `--config.FIELD=VALUE`."""
-    mistakes = Mistakes()
-    found = _split_overrides(argv, mistakes)
-    mistakes.raise_all()
-    return found
-
-
-def _split_overrides(argv: Sequence[str], mistakes: Mistakes) -> tuple[list[str], list[str]]:
-    overrides, rest, arguments = [], [], collections.deque(argv)
-    while arguments:
-        argument = arguments.popleft()
-        try:
-            override = _split_override(argument)
-        except UserError as error:
-            mistakes.note(error)
-            if "=" not in argument and arguments and not arguments[0].startswith("-"):
-                arguments.popleft()  # its value
-            continue
-        if override is None:
-            rest.append(argument)
-            continue
-        path, field, text = override
-        if text is None and field.type is not bool:
-            if not arguments:
-                mistakes.note(UserError(f"--config.{path} has no value: give --config.{path}=VALUE"))
-                continue
-            argument = f"--config.{path}={arguments.popleft()}"
-        overrides.append(argument)
-    return overrides, rest
+    return from_dict(read_config_file(namespace.config), found.values, mistakes), namespace

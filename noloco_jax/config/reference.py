@@ -8,9 +8,8 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 from noloco_jax.config.changes import FREE, on_resume
-from noloco_jax.config.checks import LARGEST_INT
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.config.schema import NAME, FieldInfo, fields_of
+from noloco_jax.config.schema import LARGEST_INT, NAME, FieldInfo, fields_of
 from noloco_jax.optim.methods import METHOD_FIELDS, METHODS
 
 _HEAD = f"""# Fields of the configuration

@@ -2,12 +2,17 @@
 
 import dataclasses
 import functools
+import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from noloco_jax.errors import UserError
+
+LARGEST_INT = 2**31 - 1
 NAME = "NAME"  # stands in a dotted path for the name that the user gives to an entry
 T = TypeVar("T")
 
@@ -51,6 +56,7 @@ class Allowed:
 
 
 _TYPES = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+_BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class FieldInfo:
         return dataclasses.is_dataclass(self.type)
 
     @property
+    def is_required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+    @property
     def given(self) -> str:
         """Its values as they follow "give"."""
         return f"{'one of ' * bool(self.allowed.choices)}{self.values}"
@@ -89,6 +99,34 @@ class FieldInfo:
             return ", ".join(word or "''" for word in self.allowed.choices)
         text = f"{_TYPES[self.type]} {self.allowed}".replace(" ,", ",").strip()
         return text + (" or None" if self.optional else "")
+
+    def parsed(self, text: str) -> Any:
+        """Return the value that a text stands for, of the field's type; raises `ValueError` where it has none."""
+        if text == "None" and self.optional:
+            return None
+        if self.type is not bool:
+            return self.type(text)
+        if text.lower() not in _BOOLS:
+            raise ValueError(text)
+        return _BOOLS[text.lower()]
+
+    def checked(self, path: str, value: Any) -> Any:
+        """Return a value of the field at `path`, an int as a float where one is due.
+
+        Raises `UserError` for one of another type or outside the field's range, whatever the other fields are.
+        """
+        if value is None and self.optional:
+            return None
+        if self.type is float and type(value) is int and abs(value) <= sys.float_info.max:
+            value = float(value)
+        limit = ""
+        if isinstance(value, float) and not math.isfinite(value):
+            limit = " and finite"
+        elif type(value) is int and self.allowed.below is None and value > LARGEST_INT:
+            limit = f", up to {LARGEST_INT}"
+        if limit or type(value) is not self.type or value not in self.allowed:
+            raise UserError(f"{path}={shown(value)} is not allowed: give {self.given}{limit}")
+        return value
 
 
 class Entries(dict[str, T]):

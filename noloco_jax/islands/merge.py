@@ -101,7 +101,11 @@ def merge(flags: argparse.Namespace) -> int:
         made = Path(root) / "model"
         made.mkdir()
         workdir = flags.workdirs[0] if flags.workdirs else None
-        lines = list(write_model_folder(made, merged.params, config, tokenizer, str(merged), workdir))
+        lines = list(
+            write_model_folder(
+                made, merged.params, config.model, config.data, tokenizer, str(merged), config.init_from, workdir
+            )
+        )
         with contextlib.suppress(FileNotFoundError):
             flags.out.rmdir()  # it was empty
         made.rename(flags.out)
@@ -295,7 +299,7 @@ def evaluation_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | No
     alone = replace(config, num_replicas=1, mesh=MeshConfig(replica=1, stage=1, fsdp=1, tensor=1))
     data = RunData(config.data, seed=config.seed, vocab_size=config.model.vocab_size)
     validation = read_validation(data, tokenizer, config.eval_batches)
-    programs = build_programs(alone, make_mesh(alone, jax.devices()[:1]))
+    programs = build_programs(alone, make_mesh(alone.mesh, 1, jax.devices()[:1]))
     placed = jax.device_put(jax.tree.map(lambda x: x[None], params), shardings_of(programs.state.params))
     return evaluate_alone(programs, placed, validation)
 

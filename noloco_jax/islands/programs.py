@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import TrainConfig
 from noloco_jax.optim.exchange.modulo import Modulo, encode_in, propose
 from noloco_jax.optim.exchange.wire import Wire, encode
+from noloco_jax.optim.methods import METHODS
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import Arrived, OuterState, Outgoing
 from noloco_jax.spmd.compile_once import Lowered, compile_all
@@ -63,7 +64,7 @@ def build_local(config: TrainConfig, programs: Programs) -> LocalPrograms:
     therefore those of whole arrays on any mesh, so that replicas on different meshes can exchange messages. Arrays that
     are sharded inside the replica are gathered for that, one by one.
     """
-    outer = build_outer(config, SLOT)
+    outer = build_outer(METHODS[config.method], config.outer, config.model, config.num_replicas, config.seed, SLOT)
     params, _, state = programs.state
     assert outer is not None and state is not None
     # The first process of a replica over several can read a message only where every process has all of it.

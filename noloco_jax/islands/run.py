@@ -35,7 +35,7 @@ from noloco_jax.islands.roster import parse_address, parse_dialled
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.metrics.evaluate import evaluate_alone
-from noloco_jax.optim.methods import method_of, schedule_of
+from noloco_jax.optim.methods import METHODS
 from noloco_jax.optim.rule import at_num_outer_steps
 from noloco_jax.optim.schedule import SyncSchedule
 from noloco_jax.spmd.compile import num_at_once
@@ -76,7 +76,7 @@ def train_island(config: TrainConfig, place: ProcessRank | None, flags: argparse
     member.check(config)
     use_gpu_memory()
     with joined(place, to_dict(config), flags.start_timeout) as num_processes, full_disk_told(flags.workdir):
-        use_cpu_cores(member.own(config), num_processes)
+        use_cpu_cores(member.own(config).mesh, 1, num_processes=num_processes)
         return train(
             config, member, flags.workdir, RunFlags(flags.from_step, flags.dry_run, flags.force_unlock, flags.wandb)
         )
@@ -110,7 +110,7 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
             return 0
         phases.check_room(setup)
         positions = [] if saved is None else [member.data_position(saved)]
-        rows = [("island", str(member)), *banner_rows(config, setup.programs, messages)]
+        rows = [("island", str(member)), *banner_rows(config, setup.programs, messages, setup.memory)]
         numbers = member.replica, member.roster.num_founders
         validation, streams, given = phases.open_data(setup, saved, positions, numbers, rows)
         if flags.dry_run:
@@ -181,7 +181,7 @@ def link_plan(
     Raises:
       UserError: if the island is no member in that round.
     """
-    pairing: Any = method_of(config).pairing
+    pairing: Any = METHODS[config.method].pairing
     schedule = _schedule(config)
     member.check_present(-1 if saved is None else saved["round"])
     incarnation, began_before = incarnation_of(workdir)
@@ -190,7 +190,7 @@ def link_plan(
         roster=member.roster,
         credentials=member.credentials,
         identity=member.identity(config, programs, tokenizer),
-        partner=partner_by(pairing(config), config.outer.fragments),
+        partner=partner_by(pairing(config.num_replicas, config.seed, config.outer), config.outer.fragments),
         codec=codec_of(local.wire, local.message, local.payload, local.dims),
         forms=StateCodec(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
         patience=PATIENCE * config.outer.fragments,
@@ -287,7 +287,7 @@ def _sync_of(
 
 
 def _schedule(config: TrainConfig) -> SyncSchedule:
-    schedule = schedule_of(config)
+    schedule = config.schedule
     assert schedule is not None  # as `Membership.check` has found
     return schedule
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.cores import usable_memory
 from noloco_jax.formatting import format_memory
 from noloco_jax.spmd.losses import activation_bytes, replicas_at_once
@@ -16,28 +16,37 @@ from noloco_jax.spmd.programs import Programs
 PyTree = Any
 
 
-def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
+def memory_estimate(
+    programs: Programs, model: ModelConfig, num_microbatches: int, stages: int, offload: bool
+) -> tuple[int, int]:
     """Estimate bytes on one device: (state and gradients, activations kept for the backward pass, roughly).
 
     Without stages the activations are those of one micro-batch of one replica at a time, on a GPU of small replicas of
     all (`replicas_at_once`). With stages they are those of all micro-batches of all replicas that share the device,
     and, if stages have devices of their own, also of the ticks in which they idle.
+
+    Args:
+      programs: of the run.
+      model: its model.
+      num_microbatches: parts of a replica's batch.
+      stages: pipeline stages of a replica, of which one device may hold several.
+      offload: the outer state is in host memory between outer steps.
     """
 
     def on_one_device(tree: PyTree) -> int:
         leaves = jax.tree.leaves(tree)
         return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
 
-    state = programs.state._replace(outer=None) if config.outer.offload else programs.state
+    state = programs.state._replace(outer=None) if offload else programs.state
     held = on_one_device(state) + on_one_device(programs.state.params)
-    shape = programs.mesh.shape
-    kept, logits = activation_bytes(config, programs.mesh.devices.flat[0].platform)
-    if config.mesh.stage > 1:
-        microbatches = config.num_microbatches
-        turns = microbatches + shape["stage"] - 1 if shape["stage"] > 1 else microbatches
-        kept *= turns * (config.num_replicas // shape["replica"])
+    shape, (num_replicas, sequences, length) = programs.mesh.shape, programs.batch["input_ids"].shape
+    tokens = sequences // num_microbatches * length
+    kept, logits = activation_bytes(model, tokens, programs.mesh.devices.flat[0].platform)
+    if stages > 1:
+        turns = num_microbatches + shape["stage"] - 1 if shape["stage"] > 1 else num_microbatches
+        kept *= turns * (num_replicas // shape["replica"])
     else:
-        at_once = replicas_at_once(config, programs.mesh)
+        at_once = replicas_at_once(model, programs.mesh, num_replicas, tokens)
         kept, logits = at_once * kept, at_once * logits
     return held, (kept // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
 
@@ -47,9 +56,9 @@ def checkpoint_bytes(programs: Programs) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(programs.between_steps))
 
 
-def check_memory(config: TrainConfig, programs: Programs) -> None:
-    """Warn if the estimate exceeds the memory of this process's first device."""
-    estimate, available = sum(memory_estimate(config, programs)), device_memory(jax.local_devices()[0])
+def check_memory(estimate: int) -> None:
+    """Warn if the bytes that are estimated exceed the memory of this process's first device."""
+    available = device_memory(jax.local_devices()[0])
     if available is not None and estimate > available and jax.process_index() == 0:
         warnings.warn(
             f"the run is estimated at {format_memory(estimate)} a device, and the first one here has "

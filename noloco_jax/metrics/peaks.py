@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.model.kind import kind_of
 
 
@@ -67,13 +67,13 @@ def peak_of(device_kind: str, dtype: str) -> Peak | None:
     return None
 
 
-def model_flops_per_token(config: TrainConfig) -> float:
+def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Count the floating-point operations of training on one token that the model needs, not those executed.
 
     The backward pass takes twice the forward one (`Model.forward_flops`). Recomputation (remat) and Muon's iterations
     are not counted.
     """
-    return 3.0 * kind_of(config.model).forward_flops(config.model, config.data.sequence_length)
+    return 3.0 * kind_of(model).forward_flops(model, sequence_length)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from noloco_jax.optim.defaults import DEFAULTS
-from noloco_jax.optim.schedule import SyncSchedule
-from noloco_jax.optim.wire_sizes import CHUNK, MODULO_BITS, kept_of
+from noloco_jax.optim.fits import exchange_of_groups, fits_hypercube, is_without_effect, messages_of_groups, misfits
+from noloco_jax.optim.wire_sizes import CHUNK, kept_of
 
 if TYPE_CHECKING:
     from noloco_jax.optim.fragments import Fragments
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ARGUMENTS = {"lr": "outer_lr", "momentum": "outer_momentum"}  # field of `outer` -> argument, where they differ
 _OF_PAIRING = ("group_size", "order", "neighbours")  # fields that the pairing takes
-Config = Any  # a `TrainConfig`; its module imports this table and so cannot be imported here
+Outer = Any  # an `OuterConfig`; its module imports this table and so cannot be imported here
 
 
 @dataclass(frozen=True)
@@ -26,29 +26,30 @@ class Method:
 
     Attributes:
       name: value of `config.method`.
-      describe: config -> a line for people.
-      mistakes: config -> messages on fields that do not fit the method.
+      describe: (number of replicas, outer) -> a line for people.
+      exchange: the method's exchange, see `fits.Fit`; "pairs" also where the groups may be larger.
       defaults: field of `outer` -> its default (None: derived from other fields); empty for methods without outer
         steps. The method ignores a field that only other rows have.
-      pairing: config -> the pairing or graphs; None if all replicas or none exchange.
-      num_partners: config -> number of other replicas to which a replica sends in an outer step; None if all or none.
+      number_mistakes: (number of replicas, outer) -> messages on numbers that do not fit each other.
+      pairing: (number of replicas, seed, outer) -> the pairing or graphs; None if all replicas or none exchange.
+      num_messages: (number of replicas, outer) -> messages of the parameters' size that a replica sends in an outer
+        step of all fragments; None if all or no replicas exchange.
       averages_gradients: True if gradients are averaged over all replicas at every step.
       outer_collectives: the collectives (JAX primitives) between replicas in an outer step.
-      also_unused: further fields of the configuration that the method ignores; "outer." stands for all of that group.
       baseline: field -> its value when the method is compared with a noloco configuration, instead of `defaults`
         (DiLoCo's is the baseline of the paper's Section 4); None: the value in `defaults`.
       sync_factor: ratio of its `sync_every` to noloco's in such a comparison.
     """
 
     name: str
-    describe: Callable[[Config], str]
-    mistakes: Callable[[Config], Iterable[str]] = lambda config: ()
+    describe: Callable[[int, Outer], str]
+    exchange: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    pairing: "Callable[[Config], RandomPairing | RandomNeighbours] | None" = None
-    num_partners: Callable[[Config], int] | None = None
+    number_mistakes: Callable[[int, Outer], Iterable[str]] = lambda num_replicas, outer: ()
+    pairing: "Callable[[int, int, Outer], RandomPairing | RandomNeighbours] | None" = None
+    num_messages: Callable[[int, Outer], float] | None = None
     averages_gradients: bool = False
     outer_collectives: tuple[str, ...] = ()
-    also_unused: tuple[str, ...] = ()
     baseline: Mapping[str, Any] = field(default_factory=dict)
     sync_factor: int = 1
 
@@ -56,53 +57,59 @@ class Method:
     def has_outer_steps(self) -> bool:
         return bool(self.defaults)
 
-    def outer_optimizer(self, config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
-        """Build the method's transform from the fields of `outer` that it uses."""
+    def mistakes(self, num_replicas: int, outer: Outer) -> Iterator[str]:
+        """Yield a message on each field that does not fit the method."""
+        yield from self.number_mistakes(num_replicas, outer)
+        exchange, given = self.exchange, f"method={self.name!r}"
+        if exchange == "pairs" and exchange_of_groups(num_replicas, outer.group_size) == "groups":
+            exchange, given = "groups", f"outer.group_size={outer.group_size} of num_replicas={num_replicas}"
+        yield from misfits(exchange, vars(outer), given, lambda option, value: f"outer.{option}={value!r}")
+
+    def outer_optimizer(
+        self, outer: Outer, num_replicas: int, seed: int, axis_name: Any, fragments: "Fragments"
+    ) -> "OuterOptimizer":
+        """Build the method's transform from the fields of `outer` that it uses.
+
+        The pairing does not depend on the devices, so that it is the same on any.
+        """
         from noloco_jax.optim import transforms  # imported late, since the configuration reads this table without jax
 
         names = [name for name in (*self.defaults, "delay") if not self.is_unused(f"outer.{name}")]
-        given = {_ARGUMENTS.get(name, name): getattr(config.outer, name) for name in names if name not in _OF_PAIRING}
-        pairing = [] if self.pairing is None else [self.pairing(config)]
+        given = {_ARGUMENTS.get(name, name): getattr(outer, name) for name in names if name not in _OF_PAIRING}
+        pairing = [] if self.pairing is None else [self.pairing(num_replicas, seed, outer)]
         return getattr(transforms, self.name)(*pairing, **given, axis_name=axis_name, fragments=fragments)
 
     def is_unused(self, field: str) -> bool:
         """Return True if the method ignores a field of the configuration, given by its dotted path."""
         group, _, name = field.rpartition(".")
-        return field.startswith(self.also_unused) or (
-            group == "outer" and name in METHOD_FIELDS and name not in self.defaults
-        )
+        if group != "outer":
+            return False
+        is_of_others = name in METHOD_FIELDS and name not in self.defaults
+        return not self.has_outer_steps or is_of_others or is_without_effect(self.exchange, name)
 
 
-def _pairing(config: Config) -> "RandomPairing":
-    """Build the pairing from the configuration alone, so that it is the same on any devices."""
+def _pairing(num_replicas: int, seed: int, outer: Outer) -> "RandomPairing":
     from noloco_jax.optim.pairing import RandomPairing
 
-    return RandomPairing(config.num_replicas, config.outer.group_size, config.seed, config.outer.order)
+    return RandomPairing(num_replicas, outer.group_size, seed, outer.order)
 
 
-def _describe_noloco(config: Config) -> str:
-    outer = config.outer
+def _describe_noloco(num_replicas: int, outer: Outer) -> str:
     gamma = outer.lr if outer.consensus is None else outer.consensus
     of_what = " of corrections" if outer.momentum_of == "corrections" else ""
     return (
-        f"noloco: groups of {outer.group_size} average {_when(config)} "
-        f"(alpha {outer.momentum:g}{of_what}, beta {outer.lr:g}, gamma {gamma:g}){_what(config)}"
+        f"noloco: groups of {outer.group_size} average {_when(outer)} "
+        f"(alpha {outer.momentum:g}{of_what}, beta {outer.lr:g}, gamma {gamma:g}){_what(outer)}"
     )
 
 
-def _when(config: Config) -> str:
-    outer = config.outer
+def _when(outer: Outer) -> str:
     each = f"each of {outer.fragments} fragments " if outer.fragments > 1 else ""
-    return f"{each}every {_steps(outer.sync_every)}"
+    return f"{each}every {'step' if outer.sync_every == 1 else f'{outer.sync_every} steps'}"
 
 
-def _steps(count: int) -> str:
-    return "step" if count == 1 else f"{count} steps"
-
-
-def _what(config: Config) -> str:
+def _what(outer: Outer) -> str:
     """Describe deviations of an outer step from the paper; empty if there are none."""
-    outer = config.outer
     parts = [
         "in the order of a hypercube" if outer.order == "hypercube" else "",
         f"as {outer.wire}" if outer.wire not in (None, "float32") else "",
@@ -112,106 +119,54 @@ def _what(config: Config) -> str:
     return "".join(f", {part}" for part in parts if part)
 
 
-def _noloco_mistakes(config: Config) -> Iterator[str]:
-    replicas, group_size = config.num_replicas, config.outer.group_size
-    if replicas < 2:
-        yield f"method='noloco' averages pairs and num_replicas={replicas}: use 2 or more, or method='local'"
-    elif not 2 <= group_size <= replicas:
-        yield f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one"
-    if config.outer.order == "hypercube" and (replicas & (replicas - 1) or group_size != 2):
+def _noloco_mistakes(num_replicas: int, outer: Outer) -> Iterator[str]:
+    if num_replicas < 2:
+        yield f"method='noloco' averages pairs and num_replicas={num_replicas}: use 2 or more, or method='local'"
+    elif not 2 <= outer.group_size <= num_replicas:
+        yield f"outer.group_size={outer.group_size} is not between 2 and num_replicas={num_replicas}: change one"
+    if outer.order == "hypercube" and not fits_hypercube(num_replicas, outer.group_size):
         yield (
-            f"outer.order='hypercube' is for pairs of 2, 4, 8, ... replicas, here num_replicas={replicas} and "
-            f"outer.group_size={group_size}: give outer.order='passes'"
-        )
-    if group_size > 2 and config.outer.wire in MODULO_BITS:
-        yield (
-            f"outer.wire={config.outer.wire!r} is for pairs and outer.group_size={group_size}: use outer.wire='int8'"
+            f"outer.order='hypercube' is for powers of two, here num_replicas={num_replicas} and "
+            f"outer.group_size={outer.group_size}: give outer.order='passes'"
         )
 
 
-def _describe_diloco(config: Config) -> str:
-    outer = config.outer
+def _describe_diloco(num_replicas: int, outer: Outer) -> str:
     kind = "Nesterov" if outer.nesterov else "heavy ball"
-    return f"diloco: all average {_when(config)} ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g}){_what(config)}"
+    return f"diloco: all average {_when(outer)} ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g}){_what(outer)}"
 
 
-def _diloco_mistakes(config: Config) -> Iterator[str]:
-    if config.outer.wire in MODULO_BITS:
-        yield (
-            f"outer.wire={config.outer.wire!r} is for pairs and method='diloco' averages all replicas: use "
-            "outer.wire='int4'"
-        )
-
-
-def _neighbours(config: Config) -> "RandomNeighbours":
+def _neighbours(num_replicas: int, seed: int, outer: Outer) -> "RandomNeighbours":
     from noloco_jax.optim.neighbours import RandomNeighbours
 
-    return RandomNeighbours(config.num_replicas, config.outer.neighbours, config.seed, config.outer.order)
+    return RandomNeighbours(num_replicas, outer.neighbours, seed, outer.order)
 
 
-def _num_neighbours(config: Config) -> int:
-    given = config.outer.neighbours
-    return (config.num_replicas - 1).bit_length() if given is None else given
+def _num_neighbours(num_replicas: int, outer: Outer) -> int:
+    return (num_replicas - 1).bit_length() if outer.neighbours is None else outer.neighbours
 
 
-def _describe_epidemic(config: Config) -> str:
-    number = _num_neighbours(config)
+def _describe_epidemic(num_replicas: int, outer: Outer) -> str:
+    number = _num_neighbours(num_replicas, outer)
     others = f"{number} random others" if number > 1 else "a random other"
-    return f"epidemic: each sends its weights to {others} and averages {_when(config)}{_what(config)}"
+    return f"epidemic: each sends its weights to {others} and averages {_when(outer)}{_what(outer)}"
 
 
-def _epidemic_mistakes(config: Config) -> Iterator[str]:
-    replicas, outer = config.num_replicas, config.outer
-    if replicas < 2:
-        yield f"method='epidemic' sends to others and num_replicas={replicas}: use 2 or more"
-    elif outer.neighbours is not None and outer.neighbours >= replicas:
+def _epidemic_mistakes(num_replicas: int, outer: Outer) -> Iterator[str]:
+    if num_replicas < 2:
+        yield f"method='epidemic' sends to others and num_replicas={num_replicas}: use 2 or more"
+    elif outer.neighbours is not None and outer.neighbours >= num_replicas:
         yield (
-            f"outer.neighbours={outer.neighbours} is more than the others of num_replicas={replicas}: give at most "
-            f"{replicas - 1}"
+            f"outer.neighbours={outer.neighbours} is more than the others of num_replicas={num_replicas}: give at most "
+            f"{num_replicas - 1}"
         )
-    if outer.order == "hypercube":
-        yield ("outer.order='hypercube' is for noloco's pairs and method='epidemic': give outer.order='passes'")
-    if outer.wire in MODULO_BITS:
-        yield (
-            f"outer.wire={outer.wire!r} is for pairs, which send to each other, and method='epidemic': use "
-            "outer.wire='int8'"
-        )
-    yield from _not_offloaded_mistakes(config)
 
 
-def _describe_sparseloco(config: Config) -> str:
-    outer = config.outer
+def _describe_sparseloco(num_replicas: int, outer: Outer) -> str:
     return (
-        f"sparseloco: all send {kept_of(CHUNK, outer.top_k)} of {CHUNK} entries to all {_when(config)} "
-        f"(alpha {outer.lr:g}){_what(config)}"
+        f"sparseloco: all send {kept_of(CHUNK, outer.top_k)} of {CHUNK} entries to all {_when(outer)} "
+        f"(alpha {outer.lr:g}){_what(outer)}"
     )
-
-
-def _sparseloco_mistakes(config: Config) -> Iterator[str]:
-    yield from _wire_mistakes(config)
-    if config.outer.delay:
-        yield (
-            f"outer.delay={config.outer.delay} goes with dense messages and method='sparseloco' has sparse ones: leave "
-            "it at 0"
-        )
-
-
-def _wire_mistakes(config: Config) -> Iterator[str]:
-    if config.outer.wire not in (None, "float32"):
-        yield (
-            f"outer.wire={config.outer.wire!r} is for dense messages and method={config.method!r} sends none: leave "
-            "it at 'float32'"
-        )
-
-
-def _no_outer_steps_mistakes(config: Config) -> Iterator[str]:
-    yield from _wire_mistakes(config)
-    yield from _not_offloaded_mistakes(config)
-
-
-def _not_offloaded_mistakes(config: Config) -> Iterator[str]:
-    if config.outer.offload:
-        yield f"outer.offload=True and method={config.method!r} has no outer state: leave it out"
 
 
 METHODS: dict[str, Method] = {
@@ -220,17 +175,18 @@ METHODS: dict[str, Method] = {
         Method(
             "noloco",
             _describe_noloco,
+            "pairs",
+            DEFAULTS["noloco"],
             _noloco_mistakes,
-            defaults=DEFAULTS["noloco"],
             pairing=_pairing,
-            num_partners=lambda config: config.outer.group_size - 1,
+            num_messages=lambda num_replicas, outer: messages_of_groups(num_replicas, outer.group_size),
             outer_collectives=("ppermute",),
         ),
         Method(
             "diloco",
             _describe_diloco,
-            _diloco_mistakes,
-            defaults=DEFAULTS["diloco"],
+            "all",
+            DEFAULTS["diloco"],
             outer_collectives=("psum", "all_to_all", "all_gather"),  # the latter two if messages are quantized
             baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
             sync_factor=2,
@@ -238,52 +194,25 @@ METHODS: dict[str, Method] = {
         Method(
             "epidemic",
             _describe_epidemic,
+            "graph",
+            DEFAULTS["epidemic"],
             _epidemic_mistakes,
-            defaults=DEFAULTS["epidemic"],
             pairing=_neighbours,
-            num_partners=_num_neighbours,
+            num_messages=_num_neighbours,
             outer_collectives=("ppermute",),
-            also_unused=("outer.offload",),
         ),
         Method(
             "sparseloco",
             _describe_sparseloco,
-            _sparseloco_mistakes,
-            defaults=DEFAULTS["sparseloco"],
+            "sparse",
+            DEFAULTS["sparseloco"],
             outer_collectives=("all_gather",),
-            also_unused=("outer.delay",),
             baseline={"lr": None},
         ),
         Method(
-            "ddp",
-            lambda config: "ddp: gradients averaged every step",
-            _no_outer_steps_mistakes,
-            averages_gradients=True,
-            also_unused=("outer.",),
+            "ddp", lambda num_replicas, outer: "ddp: gradients averaged every step", "none", averages_gradients=True
         ),
-        Method("local", lambda config: "local: replicas never meet", _no_outer_steps_mistakes, also_unused=("outer.",)),
+        Method("local", lambda num_replicas, outer: "local: replicas never meet", "none"),
     )
 }
 METHOD_FIELDS = tuple(dict.fromkeys(name for row in METHODS.values() for name in row.defaults))
-
-
-def defaults_of(field: str) -> dict[str, Any]:
-    """Map each method that uses a field of `outer` to its default there."""
-    return {name: row.defaults[field] for name, row in METHODS.items() if field in row.defaults}
-
-
-def schedule_of(config: Config) -> SyncSchedule | None:
-    """Return the schedule of a run's outer steps; None if its method has none."""
-    if not method_of(config).has_outer_steps:
-        return None
-    return SyncSchedule(config.outer.sync_every, config.outer.fragments, config.outer.delay)
-
-
-def has_delay(config: Config) -> bool:
-    """Return True if the method has outer steps, and their corrections are due some inner steps later."""
-    return METHODS[config.method].has_outer_steps and config.outer.delay > 0
-
-
-def method_of(config: Config) -> Method:
-    """Return the row of a configuration's method."""
-    return METHODS[config.method]

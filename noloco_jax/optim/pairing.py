@@ -12,6 +12,7 @@ from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
+from noloco_jax.optim.fits import fits_hypercube
 from noloco_jax.optim.prng import PAIRING, POOL, below, permutation
 
 Group = tuple[int, ...]
@@ -90,7 +91,7 @@ class RandomPairing:
                 f"group_size is {group_size} with num_replicas {num_replicas}: choose from 2 to {num_replicas}"
             )
         check_draws(seed, order, ORDERS, max_pool)
-        if order == "hypercube" and (num_replicas & (num_replicas - 1) or group_size & (group_size - 1)):
+        if order == "hypercube" and not fits_hypercube(num_replicas, group_size):
             raise ValueError(
                 f"order is 'hypercube' with {num_replicas} replicas in groups of {group_size}: both must be powers of "
                 "two, choose 'passes'"

@@ -42,7 +42,10 @@ class SyncSchedule:
         if every < 1:
             raise ValueError(f"sync_every is {every}: it must be at least 1")
         if not 0 <= self.delay <= every:
-            raise ValueError(f"delay is {self.delay}: it must be between 0 and sync_every, {every}")
+            raise ValueError(
+                f"delay={self.delay} is not between 0 and the sync_every={every} inner steps until a fragment's next "
+                f"outer step: lower it to {every}"
+            )
         object.__setattr__(self, "sync_every", every)  # numpy integers would promote JAX's counters
 
     @property

@@ -16,6 +16,7 @@ from noloco_jax.optim.exchange.mean import MeanExchange
 from noloco_jax.optim.exchange.modulo import Modulo
 from noloco_jax.optim.exchange.sparseloco import SparseExchange, SparseLoCo
 from noloco_jax.optim.exchange.wire import wire_of
+from noloco_jax.optim.fits import misfits
 from noloco_jax.optim.fragments import Fragments
 from noloco_jax.optim.neighbours import RandomNeighbours
 from noloco_jax.optim.outer_step import Exchange, OuterOptimizer, OuterStep
@@ -121,11 +122,8 @@ def noloco(
     if pairing is not None:
         _check_pairing(pairing)
         _warn_if_apart(pairing, outer_momentum, gamma)
-    if wire in MODULO_BITS and pairing is not None and largest_group(pairing) > 2 and not halvings_of(pairing):
-        raise ValueError(
-            f"wire={wire!r} is for groups of one size, 2, 4, 8, ..., and the largest has {largest_group(pairing)}: use "
-            "int8"
-        )
+        if (largest := largest_group(pairing)) > 2 and not halvings_of(pairing):
+            _check_fits("groups", f"groups of {largest}", wire)
 
     of_corrections = momentum_of == "corrections"
     alpha = _known(outer_momentum)
@@ -176,9 +174,9 @@ def diloco(
     Raises:
       ValueError: if a number is out of its range, or a name unknown.
     """
+    _check_fits("all", "diloco", wire)
     wire_format = wire_of(wire)
-    if isinstance(wire_format, Modulo):
-        raise ValueError(f"wire={wire!r} is for pairs and diloco averages all replicas: use int4")
+    assert not isinstance(wire_format, Modulo)
     _check_number("outer_lr", outer_lr)
     _check_number("outer_momentum", outer_momentum, "in [0, 1)")
     rule = Rule(outer_momentum, outer_lr, 0.0, nesterov)
@@ -220,8 +218,7 @@ def epidemic(
     """
     if not isinstance(neighbours, RandomNeighbours):
         raise TypeError(f"neighbours is {type(neighbours).__name__}: give graphs, such as nj.RandomNeighbours(N)")
-    if wire in MODULO_BITS:
-        raise ValueError(f"wire={wire!r} is for pairs, which send to each other: use int8")
+    _check_fits("graph", "epidemic", wire)
     exchange = MeanExchange(neighbours, wire_of(wire), axis_name)
     return _made(Rule(0.0, 1.0, 1.0, keeps_state=False), exchange, sync_every, axis_name, fragments, delay)
 
@@ -303,6 +300,12 @@ def _check_pairing(pairing: Any) -> None:
         sorted(i for group in round_ for i in group) != list(range(pairing.num_replicas)) for round_ in pool
     ):
         raise TypeError(f"pairing is {type(pairing).__name__}: give groups of replicas, such as nj.RandomPairing(N)")
+
+
+def _check_fits(exchange: str, given: str, wire: str) -> None:
+    """Raise `ValueError` for a wire format that does not go with an exchange, see `fits.TABLE`."""
+    for message in misfits(exchange, {"wire": wire}, given):
+        raise ValueError(message)
 
 
 def _known(value: Any, k: int | None = None) -> float | None:

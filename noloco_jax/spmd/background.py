@@ -15,9 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import MeshConfig
 from noloco_jax.errors import UserError
-from noloco_jax.optim.methods import has_delay
 from noloco_jax.optim.rule import Arrived, Outgoing
 from noloco_jax.spmd.offload import from_host_memory
 from noloco_jax.spmd.programs import Programs
@@ -25,21 +24,21 @@ from noloco_jax.spmd.programs import Programs
 PyTree = Any
 
 
-def is_in_background(config: TrainConfig, mesh: Mesh) -> bool:
+def is_in_background(delay: int, mesh: Mesh) -> bool:
     """Return True if exchanges run on the hosts: they have a delay, and replicas lie on several devices."""
-    return has_delay(config) and mesh.shape["replica"] > 1
+    return delay > 0 and mesh.shape["replica"] > 1
 
 
-def training_devices(config: TrainConfig, devices: list) -> list:
-    """Return the devices to train on, without the CPU devices that `host_mesh` needs for exchanges."""
-    if not has_delay(config) or config.mesh.replica == 1 or len(devices) == 1 or devices[0].platform != "cpu":
+def training_devices(delay: int, sizes: MeshConfig, devices: list) -> list:
+    """Return the devices to train on, without the CPU devices that `host_mesh` needs for exchanges with a delay."""
+    if not delay or sizes.replica == 1 or len(devices) == 1 or devices[0].platform != "cpu":
         return devices
     by_process: dict[int, list] = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)
     if min(map(len, by_process.values())) < 2:
         raise UserError(
-            f"outer.delay={config.outer.delay} exchanges on CPU devices beside those that train, and a process has "
+            f"outer.delay={delay} exchanges on CPU devices beside those that train, and a process has "
             "one: leave JAX_NUM_CPU_DEVICES unset and xla_force_host_platform_device_count out of XLA_FLAGS, or make "
             "them at least 2"
         )

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from noloco_jax.config import TrainConfig
 from noloco_jax.cores import usable_cores
 from noloco_jax.optim import prng
 from noloco_jax.spmd.compile_once import Lowered, compile_all
@@ -24,13 +23,13 @@ FIRST_WEIGHTS = "init"  # the program that draws random initial weights
 
 
 def compile_programs(
-    config: TrainConfig,
     programs: Programs,
     *,
+    offload: bool = False,
     only: Collection[str] = PROGRAMS,
     options: Mapping[str, Any] | None = None,
 ) -> Programs:
-    """Compile a run's programs for its shapes and shardings, and offload its outer state if configured.
+    """Compile a run's programs for its shapes and shardings.
 
     Programs are lowered one after another. For CPUs they are compiled in parallel, one thread a core. For GPUs they are
     compiled one after another, since the compiler times kernels on the device. Processes that start together share the
@@ -39,8 +38,8 @@ def compile_programs(
     Scalar arguments of compiled programs must be numpy values, since they accept no array from another device.
 
     Args:
-      config: the run.
       programs: as `build_programs` makes them.
+      offload: keep the outer state in host memory between outer steps, see `offloaded`.
       only: which of `PROGRAMS` and `FIRST_WEIGHTS` to compile; the others are compiled at their first call.
       options: XLA options by name, for all programs except `FIRST_WEIGHTS`, which has its own.
     """
@@ -58,7 +57,7 @@ def compile_programs(
     compiled = {name: one.program for name, one in done.items()}
     seconds = {name: seconds[name] + one.seconds for name, one in done.items()}
     programs = dataclasses.replace(programs, **compiled, compiled=compiled, compile_seconds=seconds)
-    return offloaded(programs) if config.outer.offload else programs
+    return offloaded(programs) if offload else programs
 
 
 def arguments_of(programs: Programs) -> dict[str, tuple[Any, ...]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from noloco_jax.config import InnerConfig, TrainConfig
+from noloco_jax.config import InnerConfig, ModelConfig
 from noloco_jax.model.kind import Path, muons
 from noloco_jax.spmd.muon import muon
 
@@ -68,9 +68,8 @@ def at_step(state: PyTree, step: int) -> PyTree:
     return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
 
 
-def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+def inner_optimizer(model: ModelConfig, inner: InnerConfig, num_steps: int) -> optax.GradientTransformation:
     """Build the optimizer that `inner.optimizer` names, for clipped float32 gradients of one replica."""
-    model, inner, num_steps = config.model, config.inner, config.num_steps
     schedule = learning_rate(inner, num_steps)
     if inner.optimizer != "muon":
         return _adam(inner, schedule)

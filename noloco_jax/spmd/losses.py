@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from noloco_jax.config import ModelConfig, TrainConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.model.kind import kind_of
 from noloco_jax.model.loss import logits_at_once
-from noloco_jax.optim.methods import method_of
 from noloco_jax.spmd.gradients import Batch, label_weights, loss_sum, replica_gradient
 from noloco_jax.spmd.pipeline.losses import build_routed
 from noloco_jax.spmd.sharding import REPLICAS
@@ -35,45 +34,61 @@ class Losses(NamedTuple):
     evaluate: Callable[[PyTree, Batch], tuple[jax.Array, jax.Array]]
 
 
-def build_losses(config: TrainConfig, mesh: Mesh | AbstractMesh) -> Losses:
-    """Build the functions for a run on a mesh."""
-    weights = partial(label_weights, mean_over=REPLICAS if method_of(config).averages_gradients else None)
-    if config.mesh.stage > 1:
-        return Losses(*build_routed(config, mesh, weights))
-    over_slots = jax.lax.map if replicas_at_once(config, mesh) == 1 else _at_once
-    gradient = partial(_whole_gradient, config.model, config.num_microbatches, over_slots, weights)
-    return Losses(gradient, partial(_whole_evaluate, config.model))
+def build_losses(
+    model: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    num_replicas: int,
+    num_microbatches: int,
+    tokens: int,
+    averages_gradients: bool = False,
+    stages: int = 1,
+    routing: str = "fixed",
+    seed: int = 0,
+) -> Losses:
+    """Build the functions for a run on a mesh.
+
+    Args:
+      model: the model.
+      mesh: the devices.
+      num_replicas: of the run.
+      num_microbatches: parts of a replica's batch.
+      tokens: of a micro-batch.
+      averages_gradients: as `Method` says.
+      stages: pipeline stages of a replica, of which one device may hold several.
+      routing, seed: of micro-batches between stages, see `MeshConfig`.
+    """
+    weights = partial(label_weights, mean_over=REPLICAS if averages_gradients else None)
+    if stages > 1:
+        return Losses(*build_routed(model, mesh, weights, num_replicas, num_microbatches, stages, routing, seed))
+    over_slots = jax.lax.map if replicas_at_once(model, mesh, num_replicas, tokens) == 1 else _at_once
+    gradient = partial(_whole_gradient, model, num_microbatches, over_slots, weights)
+    return Losses(gradient, partial(_whole_evaluate, model))
 
 
-def replicas_at_once(config: TrainConfig, mesh: Mesh | AbstractMesh) -> int:
+def replicas_at_once(model: ModelConfig, mesh: Mesh | AbstractMesh, num_replicas: int, tokens: int) -> int:
     """Return how many of a device's replicas have their gradients computed at once: all of them, or 1.
 
     All where a GPU would wait for kernels to start: whole Llamas on devices of their own, so small that a layer of a
-    micro-batch has few FLOPs and the activations of all replicas fit.
+    micro-batch of `tokens` has few FLOPs and the activations of all replicas fit. Not for models in stages.
     """
-    model, shape = config.model, mesh.shape
+    shape = mesh.shape
     is_on_gpu = not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "gpu"
-    is_whole = shape["stage"] == shape["fsdp"] == shape["tensor"] == config.mesh.stage == 1
+    is_whole = shape["stage"] == shape["fsdp"] == shape["tensor"] == 1
     if not is_on_gpu or model.kind != "llama" or not is_whole:
         return 1
-    num_replicas = config.num_replicas // shape["replica"]
+    num_replicas //= shape["replica"]
     weights_of_layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.intermediate_size
-    is_short = 2 * weights_of_layer * tokens_at_once(config) < _SHORT_LAYER_FLOPS
-    fits = num_replicas * sum(activation_bytes(config, "gpu")) <= _BYTES_AT_ONCE
+    is_short = 2 * weights_of_layer * tokens < _SHORT_LAYER_FLOPS
+    fits = num_replicas * sum(activation_bytes(model, tokens, "gpu")) <= _BYTES_AT_ONCE
     return num_replicas if is_short and fits else 1
 
 
-def tokens_at_once(config: TrainConfig) -> int:
-    """Return the tokens of a replica's micro-batch."""
-    return config.data.batch_size // config.num_microbatches * config.data.sequence_length
-
-
-def activation_bytes(config: TrainConfig, platform: str) -> tuple[int, int]:
-    """Estimate the bytes that a whole replica's micro-batch keeps for the backward pass, and those of its logits."""
-    width = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    tokens = tokens_at_once(config)
-    kept = tokens * kind_of(config.model).kept_numbers(config.model) * width
-    return kept, 4 * min(tokens * config.model.vocab_size, logits_at_once(platform))
+def activation_bytes(model: ModelConfig, tokens: int, platform: str) -> tuple[int, int]:
+    """Estimate the bytes that a micro-batch of `tokens` keeps for the backward pass, and those of its logits."""
+    width = {"float32": 4, "bfloat16": 2}[model.dtype]
+    kept = tokens * kind_of(model).kept_numbers(model) * width
+    return kept, 4 * min(tokens * model.vocab_size, logits_at_once(platform))
 
 
 def _at_once(function: Callable[[Any], Any], slots: Any) -> Any:

@@ -1,83 +1,91 @@
 """Mesh of devices of a run, and checks that the run fits it."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from noloco_jax.config import MeshConfig, TrainConfig
+from noloco_jax.config import MeshConfig, ModelConfig
 from noloco_jax.errors import Mistakes, UserError
-from noloco_jax.optim.methods import METHODS, has_delay
 from noloco_jax.spmd.sharding import check_fragments
 
 AXES = ("replica", "stage", "fsdp", "tensor")
 
 
-def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
+def mesh_shape(mesh: MeshConfig, num_replicas: int, num_devices: int, delay: int = 0) -> dict[str, int]:
     """Resolve the number of devices along every axis.
 
     -1 takes all remaining devices; for `replica`, the largest number of them that divides the replicas.
 
     Args:
-      config: the run.
+      mesh: the sizes that are given.
+      num_replicas: of the run.
       num_devices: devices of all processes.
+      delay: of the run's corrections, whose exchanges have other devices.
 
     Raises:
-      UserError: if the mesh does not fit the devices, the batch or the model.
+      UserError: if the mesh does not fit the devices.
     """
-    shape = {axis: getattr(config.mesh, axis) for axis in AXES}
+    shape = {axis: getattr(mesh, axis) for axis in AXES}
     if num_devices == 1:
         shape["stage"] = 1  # one device runs the stages one after another
     fixed = int(np.prod([size for size in shape.values() if size != -1]))
     if fixed > num_devices:
         sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != -1)
-        others = ", besides those that exchange for outer.delay" if has_delay(config) else ""
+        others = ", besides those that exchange for outer.delay" if delay else ""
         raise UserError(
             f"{sizes} need {fixed} devices, there are {num_devices}{others}: shrink the mesh or add devices"
         )
     left = num_devices // fixed
     for axis, size in shape.items():
         if size == -1 and axis == "replica":
-            shape[axis] = max(d for d in range(1, left + 1) if config.num_replicas % d == 0)
+            shape[axis] = max(d for d in range(1, left + 1) if num_replicas % d == 0)
         elif size == -1:
             shape[axis] = left
-    _check(config, shape)
     return shape
 
 
-def _check(config: TrainConfig, shape: dict[str, int]) -> None:
-    model, data, mistakes = config.model, config.data, Mistakes()
+def check_layout(
+    model: ModelConfig, batch_size: int, num_microbatches: int, fragments: int, shape: Mapping[str, int]
+) -> None:
+    """Raise `UserError` if devices of a mesh of this shape cannot share out a replica's weights, batch and fragments.
+
+    Args:
+      model: the model.
+      batch_size: sequences of a replica's batch.
+      num_microbatches: its parts.
+      fragments: of the outer steps.
+      shape: mesh axis -> devices.
+    """
+    mistakes = Mistakes()
     axes = {"hidden_size": "fsdp", "num_heads": "tensor", "num_kv_heads": "tensor", "intermediate_size": "tensor"}
     for name, axis in axes.items() if model.is_built_in else ():
         if (size := getattr(model, name)) % shape[axis]:
-            mistakes.note(
-                UserError(f"model.{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
-            )
-    if METHODS[config.method].has_outer_steps:
-        with mistakes.noted():
-            check_fragments(model, config.outer.fragments, shape)
-    microbatch = data.batch_size // config.num_microbatches
+            mistakes.note(f"model.{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
+    with mistakes.noted():
+        check_fragments(model, fragments, shape)
+    microbatch = batch_size // num_microbatches
     if microbatch % shape["fsdp"]:
         mistakes.note(
-            UserError(
-                f"micro-batches of {microbatch} sequences (data.batch_size={data.batch_size} over num_microbatches="
-                f"{config.num_microbatches}) are not a multiple of mesh.fsdp={shape['fsdp']}: change one"
-            )
+            f"micro-batches of {microbatch} sequences (data.batch_size={batch_size} over num_microbatches="
+            f"{num_microbatches}) are not a multiple of mesh.fsdp={shape['fsdp']}: change one"
         )
     mistakes.raise_all()
 
 
-def make_mesh(config: TrainConfig, devices: list) -> Mesh:
-    """Make the run's mesh over the first devices that it needs; see `mesh_shape`.
+def make_mesh(sizes: MeshConfig, num_replicas: int, devices: list, delay: int = 0) -> Mesh:
+    """Make a run's mesh over the first devices that it needs; see `mesh_shape` for the arguments.
 
     Raises:
       UserError: if it does not fit, or leaves a process without a device.
     """
-    shape = mesh_shape(config, len(devices))
+    shape = mesh_shape(sizes, num_replicas, len(devices), delay)
     mesh = mesh_of(shape, devices)
     idle = {device.process_index for device in devices} - {device.process_index for device in mesh.devices.flat}
     if idle:
-        sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items())
+        taken = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items())
         raise UserError(
-            f"num_replicas={config.num_replicas} with {sizes} takes {mesh.size} of {len(devices)} devices, and leaves "
+            f"num_replicas={num_replicas} with {taken} takes {mesh.size} of {len(devices)} devices, and leaves "
             f"{len(idle)} of the processes (such as {min(idle)}) without any: raise mesh.fsdp, choose num_replicas so "
             "that they share out all devices, or start fewer processes"
         )

@@ -13,9 +13,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig, OuterConfig
 from noloco_jax.optim.exchange.axes import AxisName
-from noloco_jax.optim.methods import method_of
+from noloco_jax.optim.methods import Method
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import Arrived, OuterState, Outgoing
 from noloco_jax.spmd import sharding
@@ -25,12 +25,14 @@ PyTree = Any
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)  # of an outer step
 
 
-def build_outer(config: TrainConfig, axis_name: AxisName = REPLICAS) -> OuterOptimizer | None:
-    """Build the outer optimizer of a run's method, for replicas on these axes; None for methods without."""
-    method = method_of(config)
+def build_outer(
+    method: Method, outer: OuterConfig, model: ModelConfig, num_replicas: int, seed: int, axis_name: AxisName = REPLICAS
+) -> OuterOptimizer | None:
+    """Build the outer optimizer of a method, for replicas on these axes; None for methods without."""
     if not method.has_outer_steps:
         return None
-    return method.outer_optimizer(config, axis_name, sharding.fragments_of(config.model, config.outer.fragments))
+    fragments = sharding.fragments_of(model, outer.fragments)
+    return method.outer_optimizer(outer, num_replicas, seed, axis_name, fragments)
 
 
 class _Part(NamedTuple):
@@ -52,6 +54,7 @@ class OuterPrograms:
       mesh: the devices.
 
     Attributes:
+      optimizer: the outer optimizer.
       step: (params, state) -> (params, state): an outer step with its exchange.
       apply: (params, state) -> (params, state): the oldest stored correction.
       local_step: (params, state) -> (params, state, Outgoing): an outer step with the own message alone.
@@ -59,7 +62,7 @@ class OuterPrograms:
     """
 
     def __init__(self, outer: OuterOptimizer, params: PyTree, state: OuterState, mesh: Mesh):
-        self._outer, self._params, self._state, self._mesh = outer, params, state, mesh
+        self.optimizer, self._params, self._state, self._mesh = outer, params, state, mesh
         specs, state_specs = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (params, state))
         windows = state_specs.windows
         self._outgoing = _Part(Outgoing(specs, None if windows is None else specs, windows), 0)
@@ -79,7 +82,7 @@ class OuterPrograms:
     def exchange(self, hosts: Mesh) -> Any:
         """Return the program (Outgoing, number) -> Arrived: the exchange of an outer step, on a mesh of this shape."""
         takes = _joined(self._outgoing, self._number)
-        return self._program(self._outer.steps.exchanged, takes, self._arrived, hosts)
+        return self._program(self.optimizer.steps.exchanged, takes, self._arrived, hosts)
 
     @cached_property
     def outgoing(self) -> Outgoing:

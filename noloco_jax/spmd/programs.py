@@ -19,13 +19,14 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.model.kind import check_kind, init_params, num_params
 from noloco_jax.optim.exchange.all_reduce import all_mean
-from noloco_jax.optim.methods import has_delay, method_of
+from noloco_jax.optim.methods import METHODS
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import OuterState, computed
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
+from noloco_jax.spmd.mesh import check_layout
 from noloco_jax.spmd.outer_programs import OuterPrograms, build_outer, outer_axes, over_mesh
 from noloco_jax.spmd.sharding import REPLICAS, SLOT
 from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processes
@@ -115,14 +116,28 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
       mesh: its devices.
       shares_batches: make `share_batch`; None: if some replica's devices belong to several processes.
     """
-    check_kind(config.model, config.mesh.stage, config.data.document_mask)
-    inner, outer = inner_optimizer(config), build_outer(config)
-    losses = build_losses(config, mesh)
-    vocab_size = padded_vocab_size(config.model.vocab_size, mesh.shape)
-    from_params = partial(_from_params, config.model, config.num_replicas, vocab_size, inner, outer)
-    shapes = jax.eval_shape(lambda: from_params(init_params(config.model, jax.random.key(0))))
+    model, data, method = config.model, config.data, METHODS[config.method]
+    check_kind(model, config.mesh.stage, data.document_mask)
+    fragments = config.outer.fragments if method.has_outer_steps else 1
+    check_layout(model, data.batch_size, config.num_microbatches, fragments, mesh.shape)
+    inner = inner_optimizer(model, config.inner, config.num_steps)
+    outer = build_outer(method, config.outer, model, config.num_replicas, config.seed)
+    losses = build_losses(
+        model,
+        mesh,
+        num_replicas=config.num_replicas,
+        num_microbatches=config.num_microbatches,
+        tokens=config.microbatch_tokens,
+        averages_gradients=method.averages_gradients,
+        stages=config.mesh.stage,
+        routing=config.mesh.routing,
+        seed=config.seed,
+    )
+    vocab_size = padded_vocab_size(model.vocab_size, mesh.shape)
+    from_params = partial(_from_params, model, config.num_replicas, vocab_size, inner, outer)
+    shapes = jax.eval_shape(lambda: from_params(init_params(model, jax.random.key(0))))
 
-    param_specs = sharding.param_specs(config.model, shapes.params, mesh)
+    param_specs = sharding.param_specs(model, shapes.params, mesh)
     specs = TrainState(
         params=param_specs,
         inner=sharding.inner_specs(inner, shapes.params, param_specs),
@@ -136,7 +151,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     compiled = partial(over_mesh, mesh)
     per_replica = sharding.REPLICA_SPEC
     inner_step = compiled(
-        partial(_inner_step, config.model, losses, inner, config.inner.clip_norm, method_of(config).averages_gradients),
+        partial(_inner_step, model, losses, inner, config.inner.clip_norm, method.averages_gradients),
         in_specs=(specs.params, specs.inner, sharding.BATCH_SPEC, P()),
         out_specs=(specs.params, specs.inner, per_replica),
         out_shardings=(on_mesh.params, on_mesh.inner, replica_sharding),
@@ -150,9 +165,9 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         out_shardings=(replica_sharding, replica_sharding),
     )
 
-    batch_shape = (config.num_replicas, config.data.batch_size, config.data.sequence_length)
+    batch_shape = (config.num_replicas, data.batch_size, data.sequence_length)
     sequences = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
-    names = ["input_ids", "labels", *(["segment_ids"] if config.data.document_mask else [])]
+    names = ["input_ids", "labels", *(["segment_ids"] if data.document_mask else [])]
     batch = dict.fromkeys(names, sequences)
     if shares_batches is None:
         shares_batches = spans_processes(mesh)
@@ -165,18 +180,16 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         batch=batch,
         parts=parts_of(batch, mesh),
         init=jax.jit(
-            lambda key: from_params(init_params(config.model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
+            lambda key: from_params(init_params(model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
         ),
         from_params=jax.jit(from_params, out_shardings=on_mesh, compiler_options=RUN_ONCE),
         inner_step=inner_step,
         outer=outer_programs,
         outer_step=outer_programs and outer_programs.step,
-        correct_step=outer_programs.apply if outer_programs and has_delay(config) else None,
+        correct_step=outer_programs.apply if outer_programs and config.delay else None,
         evaluate=evaluate,
         merge=compiled(_merge, in_specs=(specs.params,), out_specs=specs.params, out_shardings=on_mesh.params),
-        spread=compiled(
-            partial(_spread, config.model), in_specs=(specs.params,), out_specs=P(), out_shardings=one_value
-        ),
+        spread=compiled(partial(_spread, model), in_specs=(specs.params,), out_specs=P(), out_shardings=one_value),
         share_batch=share_program(mesh, names) if shares_batches else None,
     )
 

@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and print the report; return the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.communication")
     if flags.devices is None:
-        use_cpu_cores(config)
-        devices = training_devices(config, jax.devices())
+        use_cpu_cores(config.mesh, config.num_replicas, config.delay)
+        devices = training_devices(config.delay, config.mesh, jax.devices())
     elif flags.devices < 1:
         raise UserError(f"--devices={flags.devices} is no number of devices: give 1 or more")
     else:

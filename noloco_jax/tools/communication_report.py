@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import format_bytes
-from noloco_jax.optim.methods import method_of
+from noloco_jax.optim.methods import METHODS
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.background import exchange_parts, is_in_background
 from noloco_jax.spmd.compile import PROGRAMS, arguments_of
@@ -49,12 +49,12 @@ def inspect_run(config: TrainConfig, devices: list) -> Report:
     Raises:
       UserError: if the run does not fit the devices.
     """
-    mesh = make_mesh(config, devices)
+    mesh = make_mesh(config.mesh, config.num_replicas, devices, config.delay)
     programs = build_programs(config, mesh)
     traced: dict[str, tuple[Any, tuple[Any, ...]]] = {
         name: (getattr(programs, name), arguments_of(programs)[name]) for name in PROGRAMS
     }
-    if is_in_background(config, mesh):
+    if is_in_background(config.delay, mesh):
         del traced["outer_step"]
         traced |= exchange_parts(programs, mesh)  # the mesh of the hosts has the same shape
     shape = dict(mesh.shape)
@@ -78,7 +78,7 @@ def unexpected_collectives(report: Report) -> list[str]:
     An inner step may cross replicas only where the method averages gradients, or to send a micro-batch to the next
     stage of another replica. The merge and the spread of an evaluation average all replicas.
     """
-    method = method_of(report.config)
+    method = METHODS[report.config.method]
     lines = []
     for program, found in report.collectives.items():
         for one in found:
@@ -91,9 +91,9 @@ def unexpected_collectives(report: Report) -> list[str]:
             if "replica" in one.axes and not is_allowed:
                 lines.append(f"{program}: {one.operation} of {format_bytes(one.bytes)} crosses {', '.join(one.axes)}")
     exchange = next((report.collectives[name] for name in _EXCHANGES if name in report.collectives), None)
-    if exchange is not None and method.num_partners is not None:
+    if exchange is not None and method.num_messages is not None:
         slots = report.config.num_replicas // report.mesh_shape["replica"]
-        due = method.num_partners(report.config) * slots * report.parameter_bytes
+        due = method.num_messages(report.config.num_replicas, report.config.outer) * slots * report.parameter_bytes
         if (sent := bytes_sent(exchange)) > due:
             excess = f"a device sends {format_bytes(float(sent))}, and its parameters are {format_bytes(due)}"
             lines.append(f"outer step: {excess}")

@@ -22,7 +22,7 @@ import numpy as np
 
 from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, opened_model
 from noloco_jax.checkpoint.trained_model import data_facts
-from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
+from noloco_jax.config import DataConfig, TrainConfig, from_dict, make_parser
 from noloco_jax.data import RunData, Tokenizer
 from noloco_jax.data.find_files import SUFFIXES
 from noloco_jax.data.mixture import configs_by_source
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _config(model, args)
         texts = _given_texts(args, model) if args.data else _validation(args, model)
         name, params = model.load()
-    programs = build_programs(config, make_mesh(config, jax.local_devices()[:1]))
+    programs = build_programs(config, make_mesh(config.mesh, 1, jax.local_devices()[:1]))
     params = _on_device(programs, params)
     print(name)
     print("perplexity  bits per byte      tokens  text")
@@ -120,9 +120,8 @@ def _config(model: GivenModel, args: argparse.Namespace) -> TrainConfig:
     tokens = min(_TOKENS_OF_BATCH, args.tokens or _TOKENS_OF_BATCH)
     data = dataclasses.replace(model.data, sequence_length=length, batch_size=max(1, round(tokens / length)))
     of_model = dataclasses.replace(model.config, remat="none")  # there is no backward pass
-    config = TrainConfig(method="local", num_replicas=1, model=of_model, data=data)
-    validate(config)
-    return config
+    groups = {"model": dataclasses.asdict(of_model), "data": dataclasses.asdict(data)}
+    return from_dict({"method": "local", "num_replicas": 1, **groups})
 
 
 def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:

@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     params, of = load_for_export(args.workdir, args.replica, tokenizer)
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
         folder = args.out or Path(root, "model")
-        written, *notes = write_model_folder(folder, params, saved, tokenizer, of, args.workdir)
+        written, *notes = write_model_folder(
+            folder, params, saved.model, saved.data, tokenizer, of, saved.init_from, args.workdir
+        )
         if args.out is not None:  # it stays, whatever becomes of the push
             print(written)
         if args.push is not None:

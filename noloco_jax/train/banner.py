@@ -7,15 +7,16 @@ import jax
 
 from noloco_jax.config import DataConfig, TrainConfig, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
-from noloco_jax.metrics.memory import memory_estimate
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.model.kind import num_active_params, num_params
-from noloco_jax.optim.methods import method_of
+from noloco_jax.optim.methods import METHODS
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.train.bytes_sent import BytesSent, num_outer_steps
 
 
-def banner_rows(config: TrainConfig, programs: Programs, messages: BytesSent) -> list[tuple[str, object]]:
+def banner_rows(
+    config: TrainConfig, programs: Programs, messages: BytesSent, memory: tuple[int, int]
+) -> list[tuple[str, object]]:
     """Return (label, value) rows: versions, devices, mode, parameters, tokens a step, memory, bytes sent."""
     return [
         ("versions", _versions()),
@@ -24,7 +25,7 @@ def banner_rows(config: TrainConfig, programs: Programs, messages: BytesSent) ->
         ("parameters", _parameters(config)),
         ("batch", _batch(config)),
         *([("data", _mixture(config.data))] if config.data.kind == "mixture" else []),
-        ("memory", _memory(config, programs)),
+        ("memory", _memory(memory)),
         ("messages", _messages(config, messages)),
         *_peak(config, programs),
     ]
@@ -54,7 +55,8 @@ def _mode(config: TrainConfig, programs: Programs) -> str:
 def _method(config: TrainConfig) -> str:
     """Describe the method, and set fields that have no effect."""
     unused = ", ".join(unused_settings(config))
-    return method_of(config).describe(config) + (f"; without effect: {unused}" if unused else "")
+    described = METHODS[config.method].describe(config.num_replicas, config.outer)
+    return described + (f"; without effect: {unused}" if unused else "")
 
 
 def _parameters(config: TrainConfig) -> str:
@@ -82,8 +84,8 @@ def _mixture(data: DataConfig) -> str:
     )
 
 
-def _memory(config: TrainConfig, programs: Programs) -> str:
-    state, activations = memory_estimate(config, programs)
+def _memory(memory: tuple[int, int]) -> str:
+    state, activations = memory
     return (
         f"estimated at {format_memory(state + activations)} a device: {format_memory(state)} of state and gradients, "
         f"{format_memory(activations)} of activations"
@@ -91,7 +93,7 @@ def _memory(config: TrainConfig, programs: Programs) -> str:
 
 
 def _messages(config: TrainConfig, messages: BytesSent) -> str:
-    if method_of(config).has_outer_steps and not num_outer_steps(config):
+    if config.schedule is not None and not num_outer_steps(config):
         return f"none, as {config.num_steps} steps have no outer step: lower outer.sync_every={config.outer.sync_every}"
     occasions = {"outer step": messages.outer_step, "inner step": messages.inner_step}
     sent = [f"{format_bytes(number)} per {occasion}" for occasion, number in occasions.items() if number]

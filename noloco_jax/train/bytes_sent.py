@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.optim.methods import method_of, schedule_of
+from noloco_jax.optim.methods import METHODS
 from noloco_jax.spmd.compile import arguments_of
 from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.traffic import bytes_sent, collectives_of
@@ -51,18 +51,17 @@ def bytes_sent_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> BytesSe
 
     return BytesSent(
         outer_step=sent("outer_step") if programs.outer_step else 0,
-        inner_step=sent("inner_step") if method_of(config).averages_gradients or config.mesh.stage > 1 else 0,
+        inner_step=sent("inner_step") if METHODS[config.method].averages_gradients or config.mesh.stage > 1 else 0,
         final_merge=sent("merge") if programs.outer_step and config.outer.final_merge else 0,
     )
 
 
 def num_outer_steps(config: TrainConfig) -> int:
     """Return the outer steps of the whole run; 0 for methods without."""
-    schedule = schedule_of(config)
-    return schedule.total(config.num_steps) if schedule else 0
+    return config.schedule.total(config.num_steps) if config.schedule else 0
 
 
 def num_pairings(config: TrainConfig) -> int:
     """Return the number of partitions into groups that outer steps draw from; 0 for methods that draw none."""
-    pairing = method_of(config).pairing
-    return len(pairing(config).pool) if pairing else 0
+    pairing = METHODS[config.method].pairing
+    return len(pairing(config.num_replicas, config.seed, config.outer).pool) if pairing else 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from noloco_jax.checkpoint.record import write_start
+from noloco_jax.checkpoint.record import copy_inputs
 from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.totals import Totals
@@ -22,7 +22,7 @@ from noloco_jax.cluster.host import find_devices
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import workdir_locked
-from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.config import TrainConfig, save_config, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
 from noloco_jax.errors import TransientError, log_if_slow
 from noloco_jax.files import check_writable, without_room
@@ -30,7 +30,7 @@ from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
 from noloco_jax.metrics.evaluate import Validation
-from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_peak, program_memory
+from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_peak, memory_estimate, program_memory
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
 from noloco_jax.model.kind import Params
@@ -92,6 +92,7 @@ class Setup(NamedTuple):
       console: silent on all of them but the first.
       data, tokenizer: of the run; the latter None if it needs none.
       programs: to be compiled at their first call.
+      memory: see `memory_estimate`.
     """
 
     run_config: TrainConfig
@@ -103,6 +104,7 @@ class Setup(NamedTuple):
     data: RunData
     tokenizer: Tokenizer | None
     programs: Programs
+    memory: tuple[int, int]
 
 
 class Opened(NamedTuple):
@@ -140,9 +142,12 @@ def check_run(
     if flags.wandb_project:
         check_wandb()
     data, tokenizer = check_inputs(run_config, console)
-    programs = build_programs(config, make_mesh(config, training_devices(config, devices)))
-    check_memory(config, programs)
-    return Setup(run_config, config, workdir, flags, processes, console, data, tokenizer, programs)
+    devices = training_devices(config.delay, config.mesh, devices)
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, devices, config.delay))
+    stages, offload = config.mesh.stage, config.outer.offload
+    memory = memory_estimate(programs, config.model, config.num_microbatches, stages, offload)
+    check_memory(sum(memory))
+    return Setup(run_config, config, workdir, flags, processes, console, data, tokenizer, programs, memory)
 
 
 @contextlib.contextmanager
@@ -221,7 +226,7 @@ def compile_run(setup: Setup, stop: Stop, needed: Sequence[str], *, draws_weight
     started = time.perf_counter()
     with log_if_slow("still compiling", setup.console.print):
         only = [*needed, FIRST_WEIGHTS] if draws_weights else needed
-        programs = compile_programs(setup.config, setup.programs, only=only)
+        programs = compile_programs(setup.programs, offload=setup.config.outer.offload, only=only)
     memory = format_memory(compiled_peak(program_memory(programs)))
     setup.console.print(f"compiled in {time.perf_counter() - started:.1f} s, for {memory} of memory a device")
     return None if stop.is_due() else programs
@@ -270,7 +275,9 @@ def train_to_end(
     config, console, labels = setup.config, setup.console, labels or Labels({}, {})
     is_first = jax.process_index() == 0
     if is_first:
-        write_start(setup.run_config, setup.workdir, is_new=opened.saved is None)
+        whole = setup.run_config
+        copy_inputs(whole.data.tokenizer, whole.init_from if opened.saved is None else None, setup.workdir)
+        save_config(whole, setup.workdir)
     with (
         MetricWriter(
             setup.workdir,

@@ -42,7 +42,7 @@ def restored_state(
     console: Console,
 ) -> TrainState:
     """Restore the state of a checkpoint; print the differences from the run that saved it."""
-    state, resized = elastic.restore(saved, config, programs)
+    state, resized = elastic.restore(saved, config.model, programs, config.elastic)
     if not is_finite(state):
         raise UserError(
             f"the checkpoint of step {saved.step} has values that are not finite: give --from_step of one before it, "

@@ -13,7 +13,6 @@ from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.files import full_disk_told
 from noloco_jax.metrics.evaluate import evaluate
 from noloco_jax.optim.exchange.swap import choose_form
-from noloco_jax.optim.methods import method_of
 from noloco_jax.spmd.background import compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import PROGRAMS
 from noloco_jax.train import phases
@@ -37,7 +36,7 @@ def train_at(
     """
     use_gpu_memory()
     with joined(place, to_dict(config), start_timeout) as num_processes:
-        use_cpu_cores(config, num_processes)
+        use_cpu_cores(config.mesh, config.num_replicas, config.delay, num_processes)
         with full_disk_told(workdir):
             return train(config, workdir, **flags)
 
@@ -59,7 +58,7 @@ def train(config: TrainConfig, workdir: Path, *, processes: Processes | None = N
     # Check.
     setup = phases.check_run(config, config, workdir, RunFlags(**flags), processes)
     mesh = setup.programs.mesh
-    in_background = is_in_background(config, mesh)
+    in_background = is_in_background(config.delay, mesh)
     exchange_mesh = host_mesh(mesh) if in_background else mesh
     messages = bytes_sent_of(config, mesh.shape)
 
@@ -71,15 +70,15 @@ def train(config: TrainConfig, workdir: Path, *, processes: Processes | None = N
         phases.check_room(setup)
         positions = []
         if saved is not None:
-            elastic.check_elastic(config, saved.shape)
+            elastic.check_elastic(config.elastic, config.num_replicas, saved.shape)
             positions = elastic.data_positions(saved, config.num_replicas)
-        rows, numbers = banner_rows(config, setup.programs, messages), (0, config.num_replicas)
+        rows, numbers = banner_rows(config, setup.programs, messages, setup.memory), (0, config.num_replicas)
         validation, streams, given = phases.open_data(setup, saved, positions, numbers, rows)
         if setup.flags.dry_run:
             return 0
 
         # Compile.
-        if method_of(config).has_outer_steps and (line := choose_form(exchange_mesh, int(messages.outer_step))):
+        if config.schedule is not None and (line := choose_form(exchange_mesh, int(messages.outer_step))):
             setup.console.print(line)
         streams.start()  # the first batches are made during compilation
         needed = [name for name in PROGRAMS if name != "outer_step" or not in_background]

@@ -36,7 +36,7 @@ class StepLog:
     def __init__(self, run: RunContext, state: TrainState):
         self._run = run
         self._lr = learning_rates(run.config.inner, run.config.num_steps)
-        self._flops_per_token = model_flops_per_token(run.config)
+        self._flops_per_token = model_flops_per_token(run.config.model, run.config.data.sequence_length)
         self._throughput = Throughput()
         self._unlogged = _unlogged(run, state)
         self._sent: int | float | None = None  # of exchanges that were never logged, as `Sync.bytes_sent` says

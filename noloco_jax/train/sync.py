@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.optim.methods import schedule_of
 from noloco_jax.spmd.background import BackgroundPrograms, HostExchange
 from noloco_jax.spmd.programs import Programs, TrainState
 
@@ -144,7 +143,7 @@ class CollectiveSync(Sync):
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._config, self._programs = config, programs
-        self._schedule = schedule_of(config)
+        self._schedule = config.schedule
         self._outer_timing, self._correction_timing = _Sampled(config.log_every), _Sampled(config.log_every)
         self._seconds_correcting = 0.0
         self._counts: tuple[int, int] | None = None

@@ -56,7 +56,7 @@ def restored(workdir: Path, config: TrainConfig) -> tuple[TrainState, list[dict]
     with Checkpointer(workdir, config) as checkpoints:
         newest = checkpoints.newest()
         assert newest is not None and newest.step == 3
-        state, changed = elastic.restore(newest, config, programs)
+        state, changed = elastic.restore(newest, config.model, programs, config.elastic)
         data = elastic.data_positions(newest, config.num_replicas)
     jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("sharding"), state, programs.state)
     return state, data, changed
@@ -145,7 +145,7 @@ def test_elastic_restore_returns_corrections_and_offloaded_outer_state_to_host_m
     state = saved(tmp_path, before)
     programs = offloaded(programs_of(after))
     with Checkpointer(tmp_path, after) as checkpoints:
-        back, _ = elastic.restore(checkpoints.open(3), after, programs)
+        back, _ = elastic.restore(checkpoints.open(3), after.model, programs, after.elastic)
     assert_equal(back, jax.tree.map(lambda x: np.asarray(x)[[0, 1, 0, 1]] if x.ndim else x, state))
     # The outer state has slow weights, momentum and the pending corrections (Late).
     assert len(jax.tree.leaves(back.outer)) > 3 * len(jax.tree.leaves(back.params))
@@ -184,7 +184,7 @@ def test_another_number_of_replicas_requires_a_matching_elastic_setting(choice):
     for num_replicas, choices in fitting.items():
         message = f"num_replicas=4, the config has {num_replicas} and elastic={choice!r}: give --"
         with nullcontext() if choice in choices else pytest.raises(UserError, match=message):
-            elastic.check_elastic(changed(num_replicas, choice), saved_shape)
+            elastic.check_elastic(choice, num_replicas, saved_shape)
 
 
 def test_from_step_goes_back_from_a_damaged_checkpoint_and_sets_it_aside(tmp_path):

@@ -82,7 +82,7 @@ def test_restoring_with_other_stages_preserves_state_and_training(tmp_path, befo
     config = config_of(after, vocab_size)
     programs = programs_of(config)
     with Checkpointer(tmp_path, config) as checkpoints:
-        state, changed = elastic.restore(checkpoints.open(SAVED), config, programs)
+        state, changed = elastic.restore(checkpoints.open(SAVED), config.model, programs, config.elastic)
     jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("sharding"), state, programs.state)
     jax.tree.map(np.testing.assert_array_equal, unpadded(state, vocab_size), unpadded(saved, vocab_size))
     assert changed == words
@@ -105,7 +105,7 @@ def test_restoring_with_other_stages_keeps_the_windows_of_a_modulo_format(tmp_pa
     config = windowed(2)
     programs = programs_of(config)
     with Checkpointer(tmp_path, config) as checkpoints:
-        state, changed = elastic.restore(checkpoints.open(SAVED), config, programs)
+        state, changed = elastic.restore(checkpoints.open(SAVED), config.model, programs, config.elastic)
     assert changed == "the vocabulary is padded to 144 tokens, before 130"
     assert state.outer is not None and saved.outer is not None
     differ = set()

@@ -59,7 +59,7 @@ def resume(workdir: Path) -> TrainState:
 
 def resume_with_fewer_replicas(workdir: Path) -> None:
     with Checkpointer(workdir, FEWER, read_only=True) as checkpoints:
-        elastic.restore(checkpoints.open(3), FEWER, programs_of(FEWER))
+        elastic.restore(checkpoints.open(3), FEWER.model, programs_of(FEWER), FEWER.elastic)
 
 
 def flip_a_bit(path: Path, rng: random.Random) -> None:

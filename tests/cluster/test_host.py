@@ -93,8 +93,8 @@ import os
 os.sched_getaffinity = lambda pid: range(5)
 import jax
 from noloco_jax.cluster.host import use_cpu_cores
-from noloco_jax.config import TrainConfig
-use_cpu_cores(TrainConfig(num_replicas=6))
+from noloco_jax.config import MeshConfig
+use_cpu_cores(MeshConfig(), num_replicas=6)
 print(jax.local_device_count())
 """
     assert printed(program, XLA_FLAGS="") == 3
@@ -111,13 +111,12 @@ def updates(monkeypatch) -> list[tuple[str, int]]:
 
 
 def test_the_number_of_cpu_devices_that_the_environment_sets_is_kept(updates, monkeypatch):
-    config = TrainConfig(num_replicas=2, mesh=MeshConfig(replica=2))
     for name, value in {"XLA_FLAGS": EIGHT_CPUS, "JAX_NUM_CPU_DEVICES": "3"}.items():
         with monkeypatch.context() as environment:
             environment.setenv(name, value)
-            use_cpu_cores(config)
+            use_cpu_cores(MeshConfig(replica=2), 2)
     assert updates == []
-    use_cpu_cores(config)
+    use_cpu_cores(MeshConfig(replica=2), 2)
     assert updates == [("jax_num_cpu_devices", 2)]
 
 
@@ -125,9 +124,9 @@ def test_the_number_of_cpu_devices_that_the_environment_sets_is_kept(updates, mo
 def test_delayed_exchanges_double_the_number_of_cpu_devices(updates, method, count):
     """A method without outer steps ignores the delay."""
     config = TrainConfig(method=method, outer=OuterConfig(sync_every=5, delay=2), mesh=MeshConfig(replica=4))
-    use_cpu_cores(config)
+    use_cpu_cores(config.mesh, config.num_replicas, config.delay)
     assert updates == [("jax_num_cpu_devices", count)]
-    assert len(training_devices(config, jax.devices()[:count])) == 4
+    assert len(training_devices(config.delay, config.mesh, jax.devices()[:count])) == 4
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from noloco_jax.config import from_dict, load_config
+from noloco_jax.config import load_config
 from noloco_jax.spmd.mesh import mesh_shape
 from support import processes
 from support.paths import ROOT
@@ -288,8 +288,8 @@ def test_launch_examples_start_one_process_per_gpu_and_use_all_gpus(example):
     nodes, processes_each, gpus, command = example()
     assert processes_each == gpus
     [path] = re.findall(r"--config=(\S+)", command)
-    config = from_dict(load_config(str(ROOT / path), re.findall(r"--config\.\S+", command)))
-    assert math.prod(mesh_shape(config, nodes * gpus).values()) == nodes * gpus
+    config = load_config(str(ROOT / path), re.findall(r"--config\.\S+", command))
+    assert math.prod(mesh_shape(config.mesh, config.num_replicas, nodes * gpus).values()) == nodes * gpus
 
 
 def test_files_named_in_launchers_exist():

@@ -34,7 +34,7 @@ def config_of(method: str, num_replicas: int, outer: dict[str, Any] | None = Non
 
 
 def compiled(config: TrainConfig, program: str) -> list[Found]:
-    programs = build_programs(config, make_mesh(config, jax.devices()))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()))
     lowered = getattr(programs, program).lower(*arguments_of(programs)[program])
     text = lowered.compile({"xla_backend_optimization_level": 0}).as_text()
     return collectives_in(text, dict(programs.mesh.shape))

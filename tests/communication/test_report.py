@@ -44,6 +44,7 @@ def across(report: Report, program: str) -> set[tuple[str, tuple[str, ...]]]:
     [
         ("noloco", {}, {}, "ppermute"),
         ("noloco", {"wire": "modulo4", "fragments": 2}, {"stage": 2}, "ppermute"),
+        ("noloco", {"wire": "modulo4", "group_size": 4}, {"fsdp": 2}, "ppermute"),
         ("epidemic", {}, {"fsdp": 2}, "ppermute"),
         ("diloco", {}, {"stage": 2}, "psum"),
         ("diloco", {"wire": "int4"}, {"fsdp": 2}, "all_to_all"),
@@ -165,6 +166,6 @@ def test_an_unexpected_collective_is_printed_with_status_1(config_file, capsys, 
         return Report(config, {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}, 100, {"inner_step": found})
 
     monkeypatch.setattr(command, "inspect_run", report)
-    monkeypatch.setattr(command, "use_cpu_cores", lambda config: None)
+    monkeypatch.setattr(command, "use_cpu_cores", lambda *_: None)
     assert command.main([f"--config={config_file}"]) == 1
     assert "UNEXPECTED: inner_step: psum of 4 B crosses replica" in capsys.readouterr().out

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from noloco_jax.cluster.stop import RESTART
-from noloco_jax.config import from_dict, load_config, to_dict
+from noloco_jax.config import load_config, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_bytes
 from noloco_jax.tools.compare import command as compare
@@ -95,7 +95,7 @@ def test_runs_have_the_configuration_of_the_plan_whatever_becomes_of_its_file(co
     Path(config_file).write_text("an edit for something else")
     assert comparison.run() == 0
     for run in plan.runs:
-        assert from_dict(load_config(str(tmp_path / "out" / run.name / PLANNED_FILE))) == run.config
+        assert load_config(str(tmp_path / "out" / run.name / PLANNED_FILE)) == run.config
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def own_fields(config: TrainConfig) -> dict:
 def loaded(name: str, *overrides: str) -> TrainConfig:
     given = ["--config.data.tokenizer=byte"] if name.startswith("c4_tiny") else []
     file, _, argument = name.partition(":")
-    return from_dict(load_config(f"{CONFIGS / file}.py{':' if argument else ''}{argument}", [*given, *overrides]))
+    return load_config(f"{CONFIGS / file}.py{':' if argument else ''}{argument}", [*given, *overrides])
 
 
 @pytest.mark.parametrize("method", OWN)
@@ -101,8 +101,7 @@ def test_references_to_a_method_field_keep_the_files_value_unless_a_flag_sets_it
         "    config.eval_every = config.outer.get_oneway_ref('sync_every') * 5\n    return config\n"
     )
     plain, with_flag = (
-        from_dict(load_config(str(file), ["--config.method=diloco", *more]))
-        for more in ([], ["--config.outer.sync_every=20"])
+        load_config(str(file), ["--config.method=diloco", *more]) for more in ([], ["--config.outer.sync_every=20"])
     )
     assert (plain.outer.sync_every, plain.outer.lr, plain.outer.delay, plain.eval_every) == (100, 0.7, 3, 50)
     assert (with_flag.outer.sync_every, with_flag.eval_every) == (20, 100)
@@ -114,7 +113,7 @@ def test_a_frozen_configuration_takes_flags(tmp_path):
         "from ml_collections import FrozenConfigDict\n\ndef get_config():\n"
         "    return FrozenConfigDict({'num_replicas': 2, 'seed': 3})\n"
     )
-    config = from_dict(load_config(str(file), ["--config.num_replicas=4"]))
+    config = load_config(str(file), ["--config.num_replicas=4"])
     assert (config.num_replicas, config.seed) == (4, 3)
 
 
@@ -123,11 +122,11 @@ def test_changing_the_method_of_a_saved_configuration_drops_its_method_settings(
     record = json.loads(Path(saved).read_text())
     assert (record["outer"]["momentum"], record["outer"]["sync_every"], record["outer"]["nesterov"]) == (0.5, 10, None)
     for config in (
-        from_dict(load_config(str(saved), ["--config.method=diloco"])),
+        load_config(str(saved), ["--config.method=diloco"]),
         overridden(loaded("quickstart"), ["--config.method=diloco"]),
     ):
         assert own_fields(config) == NOTHING | OWN["diloco"]
-    assert from_dict(load_config(str(saved))) == loaded("quickstart")
+    assert load_config(str(saved)) == loaded("quickstart")
 
 
 def test_settings_that_the_method_ignores_are_listed():

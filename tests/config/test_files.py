@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from noloco_jax.config import TrainConfig, from_dict, load_config
+from noloco_jax.config import TrainConfig, load_config
 from noloco_jax.errors import UserError
 from support.paths import CONFIGS
 
@@ -14,7 +14,7 @@ PAPER = sorted(f"{data}_{size}" for data in ("c4", "reddit") for size in ("125m"
 
 def load(name: str, argument: str = "", *overrides: str) -> TrainConfig:
     suffix = f":{argument}" if argument else ""
-    return from_dict(load_config(f"{CONFIGS / name}.py{suffix}", overrides))
+    return load_config(f"{CONFIGS / name}.py{suffix}", overrides)
 
 
 def required_flags(name: str) -> list[str]:

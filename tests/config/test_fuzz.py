@@ -8,8 +8,8 @@ import pytest
 from noloco_jax.config import TrainConfig, from_dict, known_fields, load_config, to_dict
 from noloco_jax.config.schema import FieldInfo
 from noloco_jax.errors import UserError
-from noloco_jax.optim.methods import METHODS, schedule_of
-from noloco_jax.spmd.mesh import mesh_shape
+from noloco_jax.optim.methods import METHODS
+from noloco_jax.spmd.mesh import check_layout, mesh_shape
 from support.paths import ROOT
 
 FILE = str(ROOT / "configs/quickstart.py")
@@ -56,13 +56,15 @@ def changes(rng: random.Random) -> dict[str, Any]:
 def plan(config: TrainConfig) -> None:
     """Compute everything a run asks of its configuration before anything is built."""
     method = METHODS[config.method]
-    assert method.describe(config)
-    schedule = schedule_of(config)
+    assert method.describe(config.num_replicas, config.outer)
+    schedule = config.schedule
     assert (schedule is not None) == method.has_outer_steps
     assert schedule is None or schedule.due(config.num_steps) <= schedule.max_at_once
     for devices in (1, 8, 96):
         try:
-            shape = mesh_shape(config, devices)
+            shape = mesh_shape(config.mesh, config.num_replicas, devices)
+            fragments = 1 if schedule is None else schedule.fragments
+            check_layout(config.model, config.data.batch_size, config.num_microbatches, fragments, shape)
         except UserError as error:
             assert_one_line(error)
         else:
@@ -93,7 +95,7 @@ def from_values(chosen: dict[str, Any]) -> TrainConfig:
 
 
 def from_flags(chosen: dict[str, Any]) -> TrainConfig:
-    return from_dict(load_config(FILE, [f"--config.{path}={value}" for path, value in chosen.items()]))
+    return load_config(FILE, [f"--config.{path}={value}" for path, value in chosen.items()])
 
 
 @pytest.mark.filterwarnings("ignore:inner.warmup_steps=.* shortened to")

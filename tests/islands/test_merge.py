@@ -31,7 +31,7 @@ CONFIG = from_dict(
 @cache
 def programs() -> Programs:
     own = dataclasses.replace(CONFIG, num_replicas=1)
-    return build_programs(own, make_mesh(own, jax.devices()[:1]))
+    return build_programs(own, make_mesh(own.mesh, own.num_replicas, jax.devices()[:1]))
 
 
 def saved(folder: Path, replica: int, config: TrainConfig = CONFIG, value: float | None = None) -> list[np.ndarray]:

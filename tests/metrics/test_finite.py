@@ -37,7 +37,7 @@ def test_a_single_non_finite_value_is_found_on_any_device(dtype, spread, place):
 def test_resuming_from_a_checkpoint_with_non_finite_values_is_refused(monkeypatch):
     restored = state(jnp.float32, P("replica"), np.nan, 5)
     monkeypatch.setattr(elastic, "restore", lambda *_: (restored, ""))
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(model=None, elastic="")
     with pytest.raises(UserError, match=r"checkpoint of step 5 has values that are not finite.*--from_step"):
         saved: Any = SimpleNamespace(step=5)
         restored_state(nothing, nothing, nothing, saved, None, Console(quiet=True))

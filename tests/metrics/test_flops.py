@@ -46,12 +46,12 @@ def test_model_flops_match_a_count_per_matrix_product(fields):
             "data": {"sequence_length": 128},
         }
     )
-    assert model_flops_per_token(config) == pytest.approx(matmul_flops(config), rel=1e-12)
+    assert model_flops_per_token(config.model, 128) == pytest.approx(matmul_flops(config), rel=1e-12)
 
 
 def test_a_tied_head_costs_what_an_untied_one_does():
     tied = from_dict({"model": {"tie_embeddings": True}})
-    assert model_flops_per_token(tied) == model_flops_per_token(TrainConfig())
+    assert model_flops_per_token(tied.model, 256) == model_flops_per_token(TrainConfig().model, 256)
 
 
 def test_mfu_is_the_fraction_of_the_peak():

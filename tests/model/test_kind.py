@@ -214,7 +214,7 @@ def test_muon_takes_matrices_but_no_embedding_head_bias_norm_or_router():
 
 def test_operations_are_counted_by_the_weights_of_the_matrices():
     config = from_dict({"model": dataclasses.asdict(OWN)})
-    assert model_flops_per_token(config) == 6 * (16 * 16 + 16 * 24)
+    assert model_flops_per_token(config.model, 256) == 6 * (16 * 16 + 16 * 24)
 
 
 def test_fragments_that_do_not_divide_a_weight_are_refused_by_its_name():

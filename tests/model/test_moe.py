@@ -110,7 +110,7 @@ def test_rematerialization_changes_no_gradient():
 def test_an_inner_step_in_bfloat16_on_shards_has_consistent_dtypes():
     """Of a trace: compiling takes ten times as long, and is the same as in float32."""
     config = run_of(MeshConfig(replica=2, fsdp=2, tensor=2), dtype="bfloat16")
-    programs = build_programs(config, make_mesh(config, some_devices(8)))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, some_devices(8)))
     params, inner, _ = programs.state
     step = jax.ShapeDtypeStruct((), jnp.int32)
     assert jax.eval_shape(programs.inner_step, params, inner, programs.batch, step)[2].loss.dtype == jnp.float32
@@ -193,7 +193,7 @@ def test_active_parameters_and_operations_count_only_a_tokens_experts():
 
 def test_expert_weights_are_sharded_along_their_inner_dimensions():
     config = run_of(MeshConfig(replica=1, fsdp=2, tensor=2))
-    programs = build_programs(config, make_mesh(config, some_devices(4)))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, some_devices(4)))
     blocks = programs.state.params["blocks"]
     whole = {name: blocks[name].shape for name in ("gate", "down", "router")}
     held = {name: blocks[name].sharding.shard_shape(shape) for name, shape in whole.items()}

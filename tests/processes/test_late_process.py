@@ -5,7 +5,7 @@ import re
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.config import from_dict, load_config
+from noloco_jax.config import load_config
 from support import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,7 +30,7 @@ def waiting(config, method: str) -> dict[int, list[float]]:
 
 def test_with_noloco_only_the_partner_of_a_late_process_waits_for_it(config):
     seconds = waiting(config, "noloco")
-    run = from_dict(load_config(str(config), [*FLAGS, "--config.num_replicas=4"]))
+    run = load_config(str(config), [*FLAGS, "--config.num_replicas=4"])
     pairing = nj.RandomPairing(run.num_replicas, seed=run.seed)
     [partners] = [set(group) for group in pairing.pool[int(pairing.pool_index(2))] if LATE in group]
     assert max(seconds[6]) < SECONDS / 2

@@ -14,7 +14,6 @@ import pytest
 
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.optim.methods import schedule_of
 from noloco_jax.spmd.background import host_mesh, training_devices
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.train.sync import BackgroundSync
@@ -59,7 +58,7 @@ def test_settle_stores_the_corrections_of_all_exchanges_in_flight():
 
 def test_hosts_mirror_the_mesh_on_devices_that_do_not_train():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=2, fsdp=2))
-    mesh = make_mesh(config, training_devices(config, jax.devices("cpu")))
+    mesh = make_mesh(config.mesh, config.num_replicas, training_devices(config.delay, config.mesh, jax.devices("cpu")))
     hosts = host_mesh(mesh)
     assert hosts.shape == mesh.shape
     assert not set(hosts.devices.flat) & set(mesh.devices.flat)
@@ -67,25 +66,25 @@ def test_hosts_mirror_the_mesh_on_devices_that_do_not_train():
 
 def test_a_delay_that_one_device_imitates_takes_no_devices_from_its_replicas():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=1, fsdp=4, tensor=2))
-    assert training_devices(config, jax.devices("cpu")) == jax.devices("cpu")
+    assert training_devices(config.delay, config.mesh, jax.devices("cpu")) == jax.devices("cpu")
 
 
 def test_processes_of_one_cpu_device_each_are_refused():
     devices = [SimpleNamespace(platform="cpu", process_index=number) for number in range(2)]
     with pytest.raises(UserError, match="exchanges on CPU devices beside those that train, and a process has one"):
-        training_devices(CONFIG, devices)
+        training_devices(CONFIG.delay, CONFIG.mesh, devices)
 
 
 def test_a_mesh_that_leaves_no_devices_for_exchanges_is_refused():
     config = dataclasses.replace(CONFIG, num_replicas=8, mesh=MeshConfig(replica=8))
     with pytest.raises(UserError, match="a CPU device for each device, and process 0 has too few"):
-        host_mesh(make_mesh(config, jax.devices("cpu")))
+        host_mesh(make_mesh(config.mesh, config.num_replicas, jax.devices("cpu")))
 
 
 def test_a_correction_is_awaited_only_when_it_is_due():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4), outer=OuterConfig(sync_every=4, delay=3))
     programs = modes.programs_of(config)
-    sync, schedule = modes.syncs_of(config, programs)(), schedule_of(config)
+    sync, schedule = modes.syncs_of(config, programs)(), config.schedule
     assert schedule is not None and isinstance(sync, BackgroundSync)
     state = programs.init(jax.random.key(0))
     waiting = []

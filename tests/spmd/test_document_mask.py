@@ -62,7 +62,7 @@ def oracle():
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_segment_ids_follow_their_micro_batch_to_another_replica(num_devices):
     config, losses = run_config("random", stage=2), oracle()
-    programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[:num_devices]))
     params, inner, _ = initial_state(programs, params_of_one())
     _, _, metrics = programs.inner_step(params, inner, place_batch(BATCHES, programs.batch), np.int32(1))
     assert np.abs(metrics.loss - losses).max() > 1e-3  # some went to the other replica, which has equal weights
@@ -71,7 +71,7 @@ def test_segment_ids_follow_their_micro_batch_to_another_replica(num_devices):
 
 def test_an_evaluation_scores_each_document_alone():
     config = run_config(stage=2)
-    programs = build_programs(config, make_mesh(config, jax.devices()[:4]))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[:4]))
     found = evaluate(programs, initial_state(programs, params_of_one()).params, Validation(list(BATCHES.values())))
     num_labels = np.array([(batch["labels"] != -100).sum() for batch in BATCHES.values()])
     expected = np.exp(np.average(oracle(), weights=num_labels))

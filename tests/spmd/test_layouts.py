@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
-from noloco_jax.optim.methods import schedule_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -63,10 +62,10 @@ def train(model: ModelConfig, method: str, outer: OuterConfig, mesh: MeshConfig)
 
 
 def _train_on(devices: list, config: TrainConfig) -> Run:
-    schedule = schedule_of(config)
+    schedule = config.schedule
     with jax.numpy_rank_promotion("allow"):
-        programs = build_programs(config, make_mesh(config, devices))
-        programs = compile_programs(config, programs, only=["inner_step", "evaluate", "outer_step", "correct_step"])
+        programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, devices))
+        programs = compile_programs(programs, only=["inner_step", "evaluate", "outer_step", "correct_step"])
 
     # The compiled program of the layout, against single operations.
     start = initial_state(programs) if config.mesh == VIRTUAL else programs.init(jax.random.key(0))

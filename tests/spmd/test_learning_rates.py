@@ -42,7 +42,7 @@ def test_at_step_sets_the_optimizers_position_in_the_schedule(optimizer):
     )
     params = {"embed": jnp.ones((4, 4)), "blocks": {"up": jnp.ones((1, 4, 4))}}
     gradient = jax.tree.map(lambda x: jnp.arange(1.0, 1.0 + x.size).reshape(x.shape), params)
-    inner = inner_optimizer(config)
+    inner = inner_optimizer(config.model, config.inner, config.num_steps)
     state = inner.init(params)
     moved = jax.tree.leaves(inner.update(gradient, state, params)[0])
     assert all(np.abs(x).max() > 1e-5 for x in moved)

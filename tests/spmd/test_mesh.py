@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from noloco_jax.config import from_dict
+from noloco_jax.config import MeshConfig, ModelConfig
 from noloco_jax.errors import UserError
-from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.mesh import check_layout, make_mesh, mesh_shape
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,18 @@ def devices(number: int, a_process: int) -> list[Device]:
     ],
 )
 def test_a_mesh_that_leaves_a_process_without_a_device_is_refused(replicas, mesh, number, a_process, idle):
-    config = from_dict({"num_replicas": replicas, "mesh": mesh})
     with pytest.raises(UserError) as refused:
-        make_mesh(config, devices(number, a_process))
+        make_mesh(MeshConfig(**mesh), replicas, devices(number, a_process))
     assert idle in str(refused.value)
 
 
 def test_a_process_may_have_devices_to_spare():
-    mesh = make_mesh(from_dict({"num_replicas": 3}), devices(4, 4))
+    mesh = make_mesh(MeshConfig(), 3, devices(4, 4))
     assert [device.id for device in mesh.devices.flat] == [0, 1, 2]
 
 
 def test_fragments_that_do_not_divide_the_sharded_hidden_size_are_refused():
-    fields = {"num_replicas": 2, "mesh": {"replica": 2, "fsdp": -1}, "data": {"batch_size": 4}}
-    config = from_dict(
-        fields | {"model": {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 2}, "outer": {"fragments": 32}}
-    )
+    model, sizes = ModelConfig(hidden_size=32, num_heads=2, num_kv_heads=2), MeshConfig(replica=2, fsdp=-1)
     with pytest.raises(UserError, match=r"outer\.fragments=32 does not divide the weight .* 2 parts of 16"):
-        make_mesh(config, devices(4, 4))
-    assert make_mesh(config, devices(2, 2)).shape["fsdp"] == 1
+        check_layout(model, 4, 1, 32, mesh_shape(sizes, 2, 4))
+    check_layout(model, 4, 1, 32, mesh_shape(sizes, 2, 2))

@@ -77,7 +77,8 @@ def three_steps() -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
 
 def train_three_steps(config: TrainConfig) -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
     """Return parameters, three gradients, the parameters after their steps, and the learning rates."""
-    optimizer, params, gradients = inner_optimizer(config), random_params(config.model), gradients_of(config, 3)
+    optimizer = inner_optimizer(config.model, config.inner, config.num_steps)
+    params, gradients = random_params(config.model), gradients_of(config, 3)
     state, trained = jax.jit(optimizer.init)(params), params
     update = jax.jit(optimizer.update)
     for gradient in gradients:
@@ -116,7 +117,8 @@ def test_adam_steps_other_parameters_at_its_own_rate_on_the_same_schedule(three_
 def test_adams_rate_defaults_to_a_tenth_of_muons():
     config = run_config()
     config = dataclasses.replace(config, inner=dataclasses.replace(INNER, adam_lr=None))
-    optimizer, params, [gradient] = inner_optimizer(config), random_params(config.model), gradients_of(config, 1)
+    optimizer = inner_optimizer(config.model, config.inner, config.num_steps)
+    params, [gradient] = random_params(config.model), gradients_of(config, 1)
     updates: PyTree
     updates, _ = jax.jit(optimizer.update)(gradient, jax.jit(optimizer.init)(params), params)
     rates = learning_rates(config.inner, config.num_steps)[:1] / 10
@@ -127,7 +129,7 @@ def test_adams_rate_defaults_to_a_tenth_of_muons():
 @functools.cache
 def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, list[Found]]:
     """Return one update of two replicas on a mesh, and the collectives of the compiled program."""
-    optimizer = inner_optimizer(config)
+    optimizer = inner_optimizer(config.model, config.inner, config.num_steps)
     params = jax.tree.map(lambda x: np.stack([x, -x]), random_params(config.model))
     gradient = jax.tree.map(lambda x: np.stack([x, 2 * x + 1]), gradients_of(config, 1)[0])
     specs = sharding.param_specs(config.model, params, mesh)
@@ -151,7 +153,7 @@ def test_optimizer_state_is_sharded_like_its_parameters():
     config = run_config()
     params = jax.tree.map(lambda x: np.stack([x, x]), random_params(config.model))
     specs = sharding.param_specs(config.model, params, mesh(replica=2, fsdp=2, tensor=2))
-    state = sharding.inner_specs(inner_optimizer(config), params, specs)
+    state = sharding.inner_specs(inner_optimizer(config.model, config.inner, config.num_steps), params, specs)
     assert optax.tree.get(state, "trace")["blocks"]["down"] == P("replica", "stage", "tensor", "fsdp")
     for moment in ("mu", "nu"):
         assert optax.tree.get(state, moment)["embed"] == P("replica", ("stage", "tensor"), "fsdp")

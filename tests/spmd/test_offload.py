@@ -26,8 +26,8 @@ CONFIG = TrainConfig(
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_outer_state_is_in_host_memory_between_outer_steps(num_devices):
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=num_devices))
-    programs = build_programs(config, make_mesh(config, some_devices(num_devices)))
-    programs = compile_programs(config, programs, only=["outer_step"])
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, some_devices(num_devices)))
+    programs = compile_programs(programs, offload=True, only=["outer_step"])
     params, _, outer = programs.init(jax.random.key(0))
     for _ in range(2):
         assert {x.sharding.memory_kind for x in jax.tree.leaves(outer)} == {"pinned_host"}
@@ -40,7 +40,8 @@ def test_the_outer_state_is_in_host_memory_between_outer_steps(num_devices):
 
 def test_an_outer_step_that_cannot_start_leaves_the_state_as_it_was():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=1))
-    programs = compile_programs(config, build_programs(config, make_mesh(config, some_devices(1))), only=[])
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, some_devices(1)))
+    programs = compile_programs(programs, offload=True, only=[])
     params, _, outer = programs.init(jax.random.key(0))
 
     def out_of_memory(params, outer):

@@ -11,7 +11,6 @@ import pytest
 from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.kind import init_params, loss
-from noloco_jax.optim.methods import schedule_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.pipeline.routes import draw_routes, route_pool
 from noloco_jax.spmd.programs import TrainState, build_programs
@@ -72,13 +71,13 @@ def batches(num_steps, vocab_size=V):
 
 @functools.cache
 def programs_of(config, num_devices):
-    return build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+    return build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[:num_devices]))
 
 
 @functools.cache
 def train(config, num_devices, num_steps=4):
     """Return losses (steps, N), gradient norms, state and evaluation of a run with its outer steps."""
-    schedule = schedule_of(config)
+    schedule = config.schedule
     programs = programs_of(config, num_devices)
     assert programs.outer_step is not None and schedule is not None
     params, inner, outer = initial_state(programs)
@@ -263,7 +262,7 @@ def test_the_heads_gradient_is_not_kept_for_every_microbatch():
     def temporaries(num_microbatches: int) -> int:
         config = run_config(2, num_microbatches=num_microbatches, remat="stage")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=16384))
-        programs = build_programs(config, make_mesh(config, jax.devices()))
+        programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()))
         step = jax.ShapeDtypeStruct((), jnp.int32)
         lowered = programs.inner_step.lower(programs.state.params, programs.state.inner, programs.batch, step)
         return lowered.compile().memory_analysis().temp_size_in_bytes
@@ -280,7 +279,7 @@ def parts_of(x):
 def test_every_stage_holds_an_equal_shard_of_the_vocabulary():
     config, vocab_size, padded = run_config(4, replica=2), V, 128
     model = init_params(config.model, jax.random.key(0))
-    state = build_programs(config, make_mesh(config, jax.devices())).from_params(model)
+    state = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices())).from_params(model)
     for name, axis in (("embed", 0), ("head", 1)):
         parts = parts_of(state.params[name])
         assert [part.shape[axis] for part in parts] == [padded // 4] * 4
@@ -346,7 +345,7 @@ def test_the_stages_copies_of_the_last_norm_stay_bitwise_equal():
 )
 def test_incompatible_stages_are_refused_with_both_numbers(changes, words):
     with pytest.raises(UserError) as error:
-        make_mesh(run_config(**changes), jax.devices())
+        programs_of(run_config(**changes), len(jax.devices()))
     assert all(word in str(error.value) for word in words)
 
 

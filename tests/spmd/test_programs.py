@@ -42,7 +42,7 @@ def test_a_runs_outer_steps_match_the_oracle_with_the_pairings_groups(config, tm
         return dataclasses.replace(programs, outer_step=watched)
 
     monkeypatch.setattr(phases, "compile_programs", compile_and_watch)
-    run = from_dict(load_config(str(config), ["--config.outer.momentum=0.5", "--config.outer.sync_every=4"]))
+    run = load_config(str(config), ["--config.outer.momentum=0.5", "--config.outer.sync_every=4"])
     assert train(run, tmp_path / "run") == 0
 
     pairing = nj.RandomPairing(run.num_replicas, seed=run.seed)
@@ -71,7 +71,7 @@ def replicas() -> Any:
             "mesh": {"replica": 2},
         }
     )
-    programs = build_programs(config, make_mesh(config, jax.devices()[:2]))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[:2]))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.normal(size=x.shape, scale=0.3).astype(x.dtype), programs.state.params)
     return programs, params, jax.device_put(params, jax.tree.map(lambda x: x.sharding, programs.state.params))
@@ -123,7 +123,7 @@ def test_a_single_replica_is_evaluated_as_among_others_and_each_source_by_itself
     programs, params, placed = replicas
     data = {"batch_size": 2, "sequence_length": 8}
     config = from_dict({"method": "local", "num_replicas": 1, "model": TINY, "data": data})
-    alone = build_programs(config, make_mesh(config, jax.devices()[:1]))
+    alone = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[:1]))
     first = jax.device_put(jax.tree.map(lambda x: x[:1], params), jax.devices()[0])
     tokens = np.random.default_rng(2).integers(0, 32, (2, 2, 2, 8), dtype=np.int32)
     batches = [{"input_ids": ids, "labels": labels} for ids, labels in tokens]
@@ -145,7 +145,7 @@ def test_moments_and_gradient_norm_are_float32_for_bfloat16_parameters():
             "data": {"batch_size": 2, "sequence_length": 8},
         }
     )
-    programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[:1]))
     params, inner, _ = programs.init(jax.random.key(0))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 32, (1, 2, 9), dtype=np.int32)
@@ -174,7 +174,7 @@ def test_gradients_are_clipped_to_the_norm_and_with_ddp_after_averaging(method):
             "data": {"batch_size": 2, "sequence_length": 8},
         }
     )
-    programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[:1]))
     params, inner, _ = programs.init(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 32, (2, 2, 9), dtype=np.int32)
     parts = {i: {"input_ids": tokens[i, :, :-1], "labels": tokens[i, :, 1:]} for i in range(2)}
@@ -193,8 +193,8 @@ def shapes(tree):
 
 @pytest.mark.parametrize(("size", "num_devices"), [("125m", 8), ("1b", 1), ("7b", 8)])
 def test_every_program_accepts_a_state_beyond_32_bit_sizes(size, num_devices):
-    config = from_dict(load_config(str(CONFIGS / f"c4_{size}.py"), []))
-    programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+    config = load_config(str(CONFIGS / f"c4_{size}.py"), [])
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[:num_devices]))
     params, inner, outer = programs.state
     assert sum(x.size for x in jax.tree.leaves(params)) > 2**30
     step = jax.ShapeDtypeStruct((), jnp.int32)

@@ -24,7 +24,7 @@ CONFIG = TrainConfig(
 @functools.cache
 def programs_of(config: TrainConfig) -> Programs:
     sizes = [config.mesh.replica, config.mesh.stage, config.mesh.fsdp, config.mesh.tensor]
-    return build_programs(config, make_mesh(config, jax.devices()[: int(np.prod(sizes))]))
+    return build_programs(config, make_mesh(config.mesh, config.num_replicas, jax.devices()[: int(np.prod(sizes))]))
 
 
 def random_state(like: TrainState) -> TrainState:

@@ -28,7 +28,7 @@ def metrics(config: TrainConfig, num_devices: int, start: Any = None, **inner: A
     """
     inner = {"lr": 1e-2, "warmup_steps": 1} | inner
     config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, **inner))
-    programs = build_programs(config, make_mesh(config, some_devices(num_devices)))
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, some_devices(num_devices)))
     state = programs.init(jax.random.key(0)) if start is None else programs.from_params(start)
     params, inner_state, _ = state
     values = batch_of(config)

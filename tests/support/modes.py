@@ -17,7 +17,7 @@ import numpy as np
 
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.model.kind import init_params
-from noloco_jax.optim.methods import method_of, schedule_of
+from noloco_jax.optim.methods import METHODS
 from noloco_jax.spmd.background import compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -44,9 +44,15 @@ CONFIG = TrainConfig(
 
 def own_loop(config: TrainConfig) -> PyTree:
     """Replicas as slots of one device; the outer optimizer is an Optax transform that sees the noise as updates."""
-    make_outer, schedule = method_of(config).outer_optimizer, schedule_of(config)
-    assert make_outer is not None and schedule is not None
-    outer = make_outer(config, "replica", fragments_of(config.model, config.outer.fragments))
+    make_outer, schedule = METHODS[config.method].outer_optimizer, config.schedule
+    assert schedule is not None
+    outer = make_outer(
+        config.outer,
+        config.num_replicas,
+        config.seed,
+        "replica",
+        fragments_of(config.model, config.outer.fragments),
+    )
     update = jax.jit(jax.vmap(outer.update, axis_name="replica"))
     params: Any = init_params(config.model, jax.random.key(0))
     params = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], config.num_replicas, 0), params)
@@ -66,7 +72,7 @@ def one_program(config: TrainConfig, mesh: MeshConfig) -> PyTree:
 
 def islands(config: TrainConfig, folder: Path) -> PyTree:
     """Islands in threads of one process; each waits for its exchanges, so that they enter at once."""
-    world, schedule = World(config, folder), schedule_of(config)
+    world, schedule = World(config, folder), config.schedule
     assert schedule is not None
     final: dict[int, TrainState] = {}
 
@@ -91,16 +97,16 @@ def islands(config: TrainConfig, folder: Path) -> PyTree:
 def programs_of(config: TrainConfig) -> Programs:
     """Build the programs of a configuration's mesh, and compile those of its outer steps."""
     sizes = [getattr(config.mesh, axis) for axis in ("replica", "stage", "fsdp", "tensor")]
-    mesh = make_mesh(config, some_devices(math.prod(sizes)))
-    exchanging = () if is_in_background(config, mesh) else ("outer_step",)
+    mesh = make_mesh(config.mesh, config.num_replicas, some_devices(math.prod(sizes)))
+    exchanging = () if is_in_background(config.delay, mesh) else ("outer_step",)
     with jax.numpy_rank_promotion("allow"):
         needed = (*exchanging, "correct_step")
-        return compile_programs(config, build_programs(config, mesh), only=needed)
+        return compile_programs(build_programs(config, mesh), offload=config.outer.offload, only=needed)
 
 
 def syncs_of(config: TrainConfig, programs: Programs) -> Callable[[], CollectiveSync]:
     """Return a function that makes the sync of each start of a run, from programs that are compiled once."""
-    if not is_in_background(config, programs.mesh):
+    if not is_in_background(config.delay, programs.mesh):
         return partial(CollectiveSync, config, programs)
     background = compile_background(programs, host_mesh(programs.mesh))
     return partial(BackgroundSync, config, programs, background)

@@ -44,7 +44,7 @@ class World:
         self.config, self.folder = config, folder
         self.roster = on_loopback(*NAMES[: config.num_replicas])
         self.own = Membership(self.roster, NAMES[0], None).own(config)
-        self.programs: Programs = build_programs(self.own, make_mesh(self.own, jax.devices()[:1]))
+        self.programs: Programs = build_programs(self.own, make_mesh(self.own.mesh, 1, jax.devices()[:1]))
         self.lines: list[str] = []
 
     def join(self, name: str, **options: Any) -> tuple[NetworkThread, IslandSteps]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from noloco_jax.config import from_dict, load_config
+from noloco_jax.config import load_config
 from noloco_jax.data import RunData, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
@@ -59,7 +59,7 @@ def texts(tmp_path):
 
 def batches(config, *flags: str, count: int) -> list[dict[str, np.ndarray]]:
     """Return the first batches that a run of one replica trains on."""
-    run = from_dict(load_config(config, flags))
+    run = load_config(config, flags)
     data = RunData(run.data, seed=0, vocab_size=run.model.vocab_size)
     tokenizer = load_tokenizer(run.data.tokenizer) if data.needs_tokenizer else None
     streams = data.streams(tokenizer, {0: 0}, 1)

@@ -20,7 +20,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoTokenizer
 
 from noloco_jax.checkpoint.given_model import opened_model
-from noloco_jax.checkpoint.record import write_start
+from noloco_jax.checkpoint.record import copy_inputs
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.checkpoint.trained_model import load_for_export, write_model_folder
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
@@ -197,7 +197,7 @@ def test_a_runs_tokenizer_is_found_from_another_folder_and_named_where_it_is_gon
     monkeypatch.chdir(tmp_path / "here")
     for name in ("copied", "bare"):
         make_run(tmp_path / name, config)
-    write_start(config, tmp_path / "copied", is_new=True)
+    copy_inputs("tokenizer", "", tmp_path / "copied")
     monkeypatch.chdir(tmp_path)
     export.main([f"--workdir={tmp_path / 'copied'}", f"--out={tmp_path / 'a'}"])
     export.main([f"--workdir={tmp_path / 'bare'}", f"--out={tmp_path / 'b'}", "--tokenizer=here/tokenizer"])
@@ -290,19 +290,21 @@ def test_a_model_that_began_as_another_keeps_its_length_and_generation_config_th
     save_folder(given, params, CONFIG.model, max_position_embeddings=4096)
     kept = {"temperature": 0.6, "top_p": 0.9, "do_sample": True}
     (given / "generation_config.json").write_text(json.dumps(kept | {"bos_token_id": 1, "eos_token_id": [2, 3, 5]}))
-    config = dataclasses.replace(CONFIG, init_from=str(given))
-    write_start(config, tmp_path / "run", is_new=True)
+    copy_inputs("byte", str(given), tmp_path / "run")
     shutil.rmtree(given)
-    write_start(config, tmp_path / "run", is_new=False)  # a resume
-    lines = write_model_folder(tmp_path / "m", params, config, ByteTokenizer(), "replica 0", tmp_path / "run")
+    copy_inputs("byte", None, tmp_path / "run")  # a resume
+    where = tmp_path / "m", params, CONFIG.model, CONFIG.data, ByteTokenizer(), "replica 0"
+    lines = write_model_folder(*where, str(given), tmp_path / "run")
     assert max_positions(tmp_path / "m") == 4096
     ids = {"bos_token_id": 256, "eos_token_id": [2, 3, 5, 257]}
     assert json.loads((tmp_path / "m/generation_config.json").read_text()) == kept | ids
     assert len([*lines]) == 1
+    copy_inputs("byte", "", tmp_path / "run")  # a new run in its place
+    assert not (tmp_path / "run/init_from").exists()
 
 
 def test_an_export_says_where_the_model_that_a_run_began_as_is_gone(tmp_path):
-    config = dataclasses.replace(CONFIG, init_from=str(tmp_path / "gone"))
     params = random_params(CONFIG.model)
-    _, note = write_model_folder(tmp_path / "m", params, config, ByteTokenizer(), "replica 0", None)
+    where = tmp_path / "m", params, CONFIG.model, CONFIG.data, ByteTokenizer(), "replica 0"
+    _, note = write_model_folder(*where, str(tmp_path / "gone"), None)
     assert "max_position_embeddings is 128" in note and max_positions(tmp_path / "m") == 128

@@ -236,7 +236,9 @@ def test_log_replicas_writes_the_loss_of_each_replica(tmp_path, monkeypatch):
 def test_mfu_is_written_only_if_the_device_peak_is_known(tmp_path, monkeypatch):
     assert "mfu" not in Result(tmp_path, monkeypatch).lines[0]
     line = Result(tmp_path, monkeypatch, peak=1e15).lines[-1]
-    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * model_flops_per_token(CONFIG) / 1e15)
+    assert line["mfu"] == pytest.approx(
+        line["tokens_per_second"] * model_flops_per_token(CONFIG.model, CONFIG.data.sequence_length) / 1e15
+    )
 
 
 @pytest.mark.parametrize("devices", [(8, 1), (4, 2), (2, 4)], ids=["one a replica", "two", "four"])

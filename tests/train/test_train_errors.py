@@ -52,7 +52,7 @@ def error_lines(output: str) -> list[str]:
 
 
 def train_here(config: Path, workdir: Path, *overrides: str, dry_run: bool = False) -> int:
-    return train(from_dict(load_config(str(config), overrides)), workdir, dry_run=dry_run)
+    return train(load_config(str(config), overrides), workdir, dry_run=dry_run)
 
 
 def refusal(config: Path, workdir: Path, *overrides: str, dry_run: bool = False) -> str:
@@ -241,7 +241,7 @@ def test_an_error_of_one_process_is_named_by_it_and_ends_all(config, tmp_path):
 
 def test_a_dry_run_with_a_wandb_project_requires_the_package(config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    run = from_dict(load_config(str(config)))
+    run = load_config(str(config))
     with pytest.raises(UserError, match="pip install wandb"):
         train(run, tmp_path / "run", wandb_project="p", dry_run=True)
     assert not (tmp_path / "run").exists()

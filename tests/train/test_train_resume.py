@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax.config import from_dict, load_config, to_dict
+from noloco_jax.config import load_config, to_dict
 from noloco_jax.train import loop, phases
 from noloco_jax.train.run import train
 from support import processes
@@ -81,7 +81,7 @@ def terminated_in(step: int):
 def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path):
     """The run stops with three pending corrections and two outer steps not yet logged, and ends with a final merge."""
     flags = ["--config.num_steps=8", "--config.outer.fragments=4", "--config.outer.delay=3", "--config.log_every=4"]
-    run = from_dict(load_config(str(config), [*flags, "--config.outer.final_merge=True"]))
+    run = load_config(str(config), [*flags, "--config.outer.final_merge=True"])
     assert train(run, tmp_path / "one") == 0
     with terminated_in(6):
         assert train(run, tmp_path / "two") == 75
@@ -95,7 +95,7 @@ def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path)
 
 def test_restarting_a_complete_run_prints_one_line(config, uninterrupted, capsys):
     for flags, late in ([], ""), (["--config.outer.final_merge=True"], "outer.final_merge: False before, True now"):
-        assert train(from_dict(load_config(str(config), flags)), uninterrupted) == 0
+        assert train(load_config(str(config), flags), uninterrupted) == 0
         [line] = capsys.readouterr().out.splitlines()
         assert line.startswith("the run is complete (24 steps): give a larger --config.num_steps")
         assert line.endswith(f"; without effect: {late}" if late else "new run")

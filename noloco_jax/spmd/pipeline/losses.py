@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.pipeline import on_one_device, over_devices
 from noloco_jax.spmd.pipeline.routes import draw_routes, num_ticks, route_pool
@@ -18,25 +18,32 @@ PyTree = Any
 
 
 def build_routed(
-    config: TrainConfig, mesh: Mesh | AbstractMesh, label_weights: Callable[[Batch], jax.Array]
+    model: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    label_weights: Callable[[Batch], jax.Array],
+    num_replicas: int,
+    num_microbatches: int,
+    num_stages: int,
+    routing: str,
+    seed: int,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Build (gradient, evaluate) as `losses.Losses` describes them; stages that share a device run in turn.
 
     Args:
-      config: the run.
-      mesh: its devices.
+      model: the model.
+      mesh: the devices.
       label_weights: batch -> the weight of a label of each of the device's replicas (L,).
+      num_replicas, num_microbatches, num_stages: of the run.
+      routing, seed: of micro-batches between stages, see `MeshConfig`.
     """
-    model, num_stages, ticks = config.model, config.mesh.stage, num_ticks(config.num_microbatches, config.mesh.stage)
-    routed_nll = partial(over_devices.routed_nll, model, config.num_microbatches)
+    ticks = num_ticks(num_microbatches, num_stages)
+    routed_nll = partial(over_devices.routed_nll, model, num_microbatches)
     if mesh.shape["stage"] == 1:
-        routed_nll = partial(on_one_device.routed_nll, model, num_stages, config.num_microbatches)
-    pool, fixed = (
-        route_pool(config.num_replicas, num_stages, config.seed, routing) for routing in (config.mesh.routing, "fixed")
-    )
+        routed_nll = partial(on_one_device.routed_nll, model, num_stages, num_microbatches)
+    pool, fixed = (route_pool(num_replicas, num_stages, seed, routes) for routes in (routing, "fixed"))
 
     def gradient(params: PyTree, batch: Batch, step: jax.Array) -> tuple[PyTree, jax.Array]:
-        weight_L, routes = label_weights(batch), draw_routes(len(pool), ticks, config.seed, step)
+        weight_L, routes = label_weights(batch), draw_routes(len(pool), ticks, seed, step)
 
         def objective(params: PyTree) -> tuple[jax.Array, jax.Array]:
             weighted_L, _, auxiliary_L = routed_nll(pool, params, batch, weight_L, routes)

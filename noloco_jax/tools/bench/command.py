@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_jax.cluster.host import keep_freed_memory
-from noloco_jax.config import TrainConfig, from_dict, load_config, make_parser, split_overrides, to_dict
+from noloco_jax.config import TrainConfig, load_config, make_parser, split_overrides, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.metrics.console import make_console
@@ -109,7 +109,7 @@ def make_variants(file: str, overrides: Sequence[str], vary: Sequence[str]) -> l
     variants = []
     for combination in combinations(choices):
         pairs = [pair for one, value in combination for pair in zip(one.fields, value, strict=True)]
-        config = from_dict(load_config(file, [*overrides, *(f"--config.{field}={value}" for field, value in pairs)]))
+        config = load_config(file, [*overrides, *(f"--config.{field}={value}" for field, value in pairs)])
         label = " ".join(f"{one.title}={value[0]}" for one, value in combination)
         variants.append((label or f"method={config.method} num_replicas={config.num_replicas}", config))
     return variants

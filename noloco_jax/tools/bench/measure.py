@@ -16,7 +16,7 @@ from noloco_jax.data import RunData, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.memory import compiled_peak, measured_peak, program_memory
 from noloco_jax.metrics.peaks import mfu, model_flops_per_token, peak_of
-from noloco_jax.optim.methods import method_of, schedule_of
+from noloco_jax.optim.methods import METHODS
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
@@ -34,7 +34,7 @@ def work(sender: Connection, config: Mapping[str, Any], options: Mapping[str, An
     """Measure a configuration, as plain values, in this process; send the result, or `error` and `status`."""
     use_gpu_memory()
     run = from_dict(config)
-    use_cpu_cores(run)
+    use_cpu_cores(run.mesh, run.num_replicas, run.delay)
     try:
         result = measure(run, **options)
     except UserError as error:
@@ -70,7 +70,8 @@ def measure(
     """
     jax.config.update("jax_enable_compilation_cache", False)
     devices = jax.devices()
-    programs = compile_programs(config, build_programs(config, make_mesh(config, devices)), only=_STEPS)
+    programs = build_programs(config, make_mesh(config.mesh, config.num_replicas, devices))
+    programs = compile_programs(programs, offload=config.outer.offload, only=_STEPS)
     memory, messages = program_memory(programs), bytes_sent_of(config, programs.mesh.shape)
     result: Result = {
         "python": platform.python_version(),
@@ -79,7 +80,7 @@ def measure(
         "mesh": dict(programs.mesh.shape),
         "compile_seconds": programs.compile_seconds,
         "pairings": num_pairings(config) or None,
-        "bytes_sent": messages.inner_step if method_of(config).averages_gradients else messages.outer_step,
+        "bytes_sent": messages.inner_step if METHODS[config.method].averages_gradients else messages.outer_step,
         "bytes_sent_inner_step": messages.inner_step or None,
         "program_memory_bytes": memory,
         "peak_memory_bytes": compiled_peak(memory),
@@ -101,7 +102,8 @@ def _step_figures(config: TrainConfig, programs: Programs, steps: int, profile: 
     run = TimedRun(config, programs)
     devices = programs.mesh.devices.flatten().tolist()
     inner = quartiles(inner_times(run, steps))
-    tokens_per_second, flops_per_token = config.tokens_per_step / inner["median"], model_flops_per_token(config)
+    tokens_per_second = config.tokens_per_step / inner["median"]
+    flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
     peak = peak_of(devices[0].device_kind, config.model.dtype)
     result: Result = {
         "step_seconds": inner,
@@ -114,7 +116,7 @@ def _step_figures(config: TrainConfig, programs: Programs, steps: int, profile: 
         "outer_share": None,
         "profile": profile and str(profile),
     }
-    schedule = schedule_of(config)
+    schedule = config.schedule
     if schedule is not None:
         outer = quartiles(outer_times(run))
         in_outer_steps = schedule.total(config.num_steps) * outer["median"]
@@ -131,7 +133,8 @@ def _step_figures(config: TrainConfig, programs: Programs, steps: int, profile: 
 
 def without_cuda_graphs(config: TrainConfig, programs: Programs) -> Programs:
     """Compile the steps of a run again, so that a trace of a GPU names their operations."""
-    return compile_programs(config, build_programs(config, programs.mesh), only=_STEPS, options=_NO_CUDA_GRAPHS)
+    programs, offload = build_programs(config, programs.mesh), config.outer.offload
+    return compile_programs(programs, offload=offload, only=_STEPS, options=_NO_CUDA_GRAPHS)
 
 
 def data_rate(config: TrainConfig, seconds: float) -> float:

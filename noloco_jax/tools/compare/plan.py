@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_jax.config import CONFIG_FILE, TrainConfig, changes, from_dict, load_config, load_saved
+from noloco_jax.config import CONFIG_FILE, TrainConfig, changes, load_config, load_saved
 from noloco_jax.errors import UserError
 from noloco_jax.optim.methods import METHODS
 from noloco_jax.tools.compare.variants import Variant
@@ -119,7 +119,7 @@ def make_plan(
     Raises:
       UserError: if a run's configuration is unknown, inconsistent or the same as another's.
     """
-    base = from_dict(load_config(file, overrides))
+    base = load_config(file, overrides)
     if base.method != "noloco":
         raise UserError(
             f"the configuration has method={base.method!r}: give noloco's, from which the others follow, and --methods"
@@ -156,14 +156,14 @@ def _run(
         common |= zip(choices.fields, values, strict=True)
     flags, row = [*overrides, *_flags(common)], METHODS[variant.method]
     if row.has_outer_steps:  # the file's is noloco's, and would be left out with another method
-        sync_every = from_dict(load_config(file, flags)).outer.sync_every
+        sync_every = load_config(file, flags).outer.sync_every
         flags += _flags({"outer.sync_every": sync_every * row.sync_factor})
     baseline = {f"outer.{name}": value for name, value in row.baseline.items()}
     flags += _flags({field: common.get(field, value) for field, value in baseline.items()})
     flags += _flags({"method": variant.method, **dict(variant.settings)})
     label = f"-{tuned[0].title}={tuned[1][0]}" if tuned else ""
     name = re.sub(r"[^\w.=+-]", "_", f"{variant.name}{label}-seed{seed}")
-    return PlannedRun(name, variant, seed, tuned[1][0] if tuned else None, from_dict(load_config(file, flags)))
+    return PlannedRun(name, variant, seed, tuned[1][0] if tuned else None, load_config(file, flags))
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:

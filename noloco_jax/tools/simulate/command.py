@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from noloco_jax.config import from_dict, load_config, make_parser, split_overrides
+from noloco_jax.config import load_config, make_parser, split_overrides
 from noloco_jax.errors import UserError
 from noloco_jax.tools.simulate.cost import Setting
 from noloco_jax.tools.simulate.report import report
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _settings_of(file: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the fields of `Setting` that a configuration has."""
-    config = from_dict(load_config(file, overrides))
+    config = load_config(file, overrides)
     from noloco_jax.model.kind import num_params  # imports jax
 
     settings = {

@@ -25,7 +25,8 @@ from noloco_jax.formatting import (
     parse_count,
     parse_seconds,
 )
-from noloco_jax.optim.methods import defaults_of
+from noloco_jax.optim.defaults import DEFAULTS
+from noloco_jax.optim.fits import exchange_of_groups, misfits
 from noloco_jax.optim.wire_sizes import MODULO_BITS, WIRES, block_bytes, block_of
 
 METHODS = {"fsdp": "FSDP", "ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo"}
@@ -61,15 +62,20 @@ class Setting:
     )
     method: str = _flag("noloco", str, f"method to find a setting for: {' or '.join(OUTER_METHODS)}")
     replicas: int = _flag(16, int, "number of replicas; for FSDP, of shards")
-    sync_every: int = _flag(defaults_of("sync_every")["noloco"], int, "inner steps between outer steps")
-    group_size: int = _flag(defaults_of("group_size")["noloco"], int, "replicas that average together in NoLoCo")
+    sync_every: int = _flag(DEFAULTS["noloco"]["sync_every"], int, "inner steps between outer steps")
+    group_size: int = _flag(DEFAULTS["noloco"]["group_size"], int, "replicas that average together in NoLoCo")
     steps: int = _flag(TrainConfig.num_steps, int, "inner steps of the run")
     fragments: int = _flag(
         OuterConfig.fragments, int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn"
     )
-    wire: str = _flag(defaults_of("wire")["noloco"], str, f"messages' wire format: {', '.join(WIRES)}")
+    wire: str = _flag(DEFAULTS["noloco"]["wire"], str, f"messages' wire format: {', '.join(WIRES)}")
     delay: int = _flag(OuterConfig.delay, int, "inner steps beside which DiLoCo and NoLoCo exchange")
     islands: bool = False  # NoLoCo's replicas never wait for an exchange
+
+    @property
+    def by_swaps(self) -> bool:
+        """True if NoLoCo's groups average by swaps of pairs."""
+        return exchange_of_groups(self.replicas, self.group_size) == "pairs"
 
     def check(self) -> None:
         """Raise `UserError` if a field is out of its range or two disagree."""
@@ -86,10 +92,13 @@ class Setting:
             raise UserError(f"--method={self.method} has no setting to choose: give {' or '.join(OUTER_METHODS)}")
         if self.wire not in WIRES:
             raise UserError(f"--wire={self.wire}: choose one of {', '.join(WIRES)}")
-        if self.wire in MODULO_BITS and self.group_size > 2:
-            raise UserError(f"--wire={self.wire} is for pairs and --group_size={self.group_size}: use --wire=int8")
-        if self.wire in MODULO_BITS and self.method == "diloco":
-            raise UserError(f"--wire={self.wire} is for pairs and --method=diloco: use --wire=int4")
+        exchange, given = "pairs", ""
+        if self.method == "diloco":
+            exchange, given = "all", "--method=diloco"
+        elif not self.by_swaps:
+            exchange, given = "groups", f"--group_size={self.group_size} of --replicas={self.replicas}"
+        for message in misfits(exchange, {"wire": self.wire}, given, lambda name, value: f"--{name}={value}"):
+            raise UserError(message)
         if self.delay > self.sync_every:
             raise UserError(
                 f"--delay={self.delay} is more than the --sync_every={self.sync_every} steps after which a fragment "
@@ -144,14 +153,19 @@ def all_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
 def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Return the bytes that a replica sends in NoLoCo's outer step, on average, and its seconds (`exchange.mean`).
 
-    A replica sends a message of a fragment's V bytes to each other member of its group, in turn. A modulo format sends
-    two, one after the other: the first agrees on the windows of the second. A replica of the remainder group sends to
-    fewer.
+    Groups of g = 2, 4, 8, ... swap parts of a message of a fragment's V bytes: V/2, V/4, ..., V · 2/g in the innermost
+    pair, ..., V/4, V/2 (`exchange.halves`). In others a replica sends V to each other member, in turn; one of the
+    remainder group sends to fewer. A modulo format sends the windows of a message first.
     """
     size, (n, replicas) = _message_bytes(setting, setting.wire, fragments), (setting.group_size, setting.replicas)
     has_windows = setting.wire in MODULO_BITS
     if setting.islands:
         return size, (has_windows + ISLAND_HOPS) * setting.latency + _transfer(setting, size)
+    if setting.by_swaps and replicas % n == 0:
+        halves = [size / 2**depth for depth in range(1, n.bit_length() - 1)]
+        parts = [*halves, size * 2 / n, *halves]
+        windows = has_windows * (len(halves) + 1) * _round_trip(setting)
+        return sum(parts), windows + sum(swap_seconds(setting, part) for part in parts)
     rest = replicas % n
     others = ((replicas - rest) * (n - 1) + rest * (rest - 1)) / replicas
     shifts = (n - 1) * (_round_trip(setting) + _transfer(setting, size))  # around the group, by 1 to n - 1 places
@@ -212,7 +226,7 @@ def fitting(setting: Setting) -> Setting:
     It keeps the wire format if possible, else uses the widest narrower one that fits. If none fits, it uses the
     narrowest at the shortest interval. On islands, which take no delay, it leaves that at 0.
     """
-    wires = wires_for(in_pairs=setting.method == "noloco" and setting.group_size == 2)
+    wires = wires_for(by_swaps=setting.method == "noloco" and setting.by_swaps)
     narrower = setting
     for wire in wires[wires.index(setting.wire) :]:
         narrower = replace(setting, wire=wire, delay=0)
@@ -224,9 +238,9 @@ def fitting(setting: Setting) -> Setting:
     return narrower if setting.islands else replace(narrower, delay=delay)
 
 
-def wires_for(in_pairs: bool) -> list[str]:
-    """Return the wire formats of exchanges in pairs, or of larger ones, by decreasing bits a weight."""
-    fitting = [wire for wire in WIRES if in_pairs or wire not in MODULO_BITS]
+def wires_for(by_swaps: bool) -> list[str]:
+    """Return the wire formats of exchanges by swaps of pairs, or of others, by decreasing bits a weight."""
+    fitting = [wire for wire in WIRES if by_swaps or wire not in MODULO_BITS]
     return sorted(fitting, key=lambda wire: -block_bytes(wire) / block_of(wire))
 
 

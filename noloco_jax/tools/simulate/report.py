@@ -97,7 +97,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _wires(setting: cost.Setting) -> str:
     rows = []
-    for wire in cost.wires_for(in_pairs=setting.group_size == 2):
+    for wire in cost.wires_for(by_swaps=setting.by_swaps):
         own = replace(setting, wire=wire)
         c = cost.cost_of(own, "noloco")
         rows.append(
