@@ -229,11 +229,12 @@ class OuterStep:
         return theta, rule, state._replace(delayed=state.delayed._replace(num_applied=num_applied))
 
     def _outgoing(self, params: PyTree, state: OuterState, theta: PyTree, rule: Any, number: Any) -> Outgoing:
-        message = self.rule.message(rule, theta, self.fragments.of(number)[1])
+        k = self.fragments.of(number)[1]
+        message = self.rule.message(rule, theta, k)
         if state.windows is None:
             return Outgoing(message)
         windows = self.fragments.take(state.windows, number, like=params)
-        return Outgoing(message, self.rule.movement(rule, theta), windows)
+        return Outgoing(message, self.rule.movement(rule, theta, k), windows)
 
     def _received(
         self, params: PyTree, state: OuterState, rule: Any, outgoing: Outgoing, exchanged: tuple, number: Any

@@ -120,11 +120,16 @@ class Rule:
         message = jax.tree.map(lambda th, phi: beta * (th - phi), theta, state.slow)
         return self._plus_gamma(1, message, state.slow, k)
 
-    def movement(self, state: Any, theta: PyTree) -> PyTree:
-        """Estimate the movement of every number by sqrt(Δ² + δ²): in the inner steps and in the last outer step."""
+    def movement(self, state: Any, theta: PyTree, k: Any) -> PyTree:
+        """Estimate the movement of every number, in inner steps and in the last outer step, by sqrt((βΔ)² + δ²)."""
         if not self.keeps_state:
             return jax.tree.map(jnp.abs, theta)  # an upper bound, as no earlier weights are known
-        return jax.tree.map(lambda phi, delta, th: jnp.sqrt(jnp.square(th - phi) + jnp.square(delta)), *state, theta)
+        beta = at(self.beta, k)
+
+        def moved(phi: jax.Array, delta: jax.Array, th: jax.Array) -> jax.Array:
+            return jnp.sqrt(jnp.square(beta * (th - phi)) + jnp.square(delta))
+
+        return jax.tree.map(moved, *state, theta)
 
     def receive(self, state: Any, message: PyTree, mean: PyTree, k: Any) -> tuple[PyTree, Any]:
         """Return (new θ, new state) from the own message and the group's mean; the two are equal in a local step."""

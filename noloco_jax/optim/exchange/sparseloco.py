@@ -73,7 +73,7 @@ class SparseLoCo:
         beta = at(self.beta, k)
         return jax.tree.map(lambda e, th, phi: beta * e + (th - phi), state.error, theta, state.slow)
 
-    def movement(self, state: Feedback, theta: PyTree) -> PyTree:
+    def movement(self, state: Feedback, theta: PyTree, k: Any) -> PyTree:
         """Return |Δ|."""
         return jax.tree.map(lambda th, phi: jnp.abs(th - phi), theta, state.slow)
 
