@@ -18,7 +18,7 @@ from jax import lax
 from noloco_jax.optim.exchange import modulo
 from noloco_jax.optim.exchange.axes import AxisName, checked_axes
 from noloco_jax.optim.exchange.blocks import windows_of
-from noloco_jax.optim.exchange.permute import joined, lower, permute
+from noloco_jax.optim.exchange.permute import bucketed, device_routes, permute
 from noloco_jax.optim.exchange.wire import Wire, from_code, to_code
 from noloco_jax.optim.fragments import Fragments
 from noloco_jax.optim.outer_step import Exchange
@@ -60,7 +60,7 @@ class MeanExchange(Exchange):
         largest = int(sizes.max())
         if largest == 1:
             return message, windows
-        routes = [lower(senders[:, k], axes.num_devices, axes.num_slots) for k in range(largest - 1)]
+        routes = [device_routes(senders[:, k], axes.num_devices, axes.num_slots) for k in range(largest - 1)]
         # The size of this replica's group, a number where all are equal: XLA may then multiply by its reciprocal.
         size = largest if (sizes == largest).all() else jnp.asarray(sizes)[index, axes.replica()]
         if largest == 2 and self.wire.exact:
@@ -80,7 +80,7 @@ class MeanExchange(Exchange):
             return jax.tree.map(jnp.add, message, halves), remembered
 
         leaves, structure = jax.tree.flatten(to_code(self.wire, message, dims))
-        blocks, cut = joined(leaves, axes, kept=1) if self.wire.takes_blocks else (leaves, list)
+        blocks, cut = bucketed(leaves, axes, kept=1) if self.wire.takes_blocks else (leaves, list)
         code = blocks if self.wire.exact else lax.optimization_barrier([*map(self.wire.encode, blocks)])
         own, total = [*map(self.wire.decode, code)], None
         for route in routes:  # of those that a smaller group lacks, a replica is its own sender
