@@ -31,7 +31,7 @@ DEVICES = ("replica", "stage")  # in the order in which the routes number device
 
 
 def stage_routes(pool: np.ndarray, num_devices: int, num_slots: int) -> Routes:
-    """Compute the messages between all stages of all replicas, N = num_devices · num_slots, from routes (pool, S - 1, N).
+    """Compute messages between all stages of all replicas, N = num_devices · num_slots, of routes (pool, S - 1, N).
 
     A stage of a replica is one item on the device (device of the replica, stage). The last stage sends nothing.
     """
