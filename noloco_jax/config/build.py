@@ -51,6 +51,16 @@ def from_dict(
     return config
 
 
+def from_record(values: Mapping[str, Any]) -> TrainConfig:
+    """Build the configuration that a run has recorded, as it is: it was checked as a whole when the run started."""
+    mistakes, config = Mistakes(), None
+    with mistakes.noted():
+        config = _build(TrainConfig, values, "", mistakes)
+    mistakes.raise_all()
+    assert config is not None
+    return config
+
+
 def changed(values: ConfigDict | Mapping[str, Any], changes: Mapping[str, Any], mistakes: Mistakes) -> ConfigDict:
     """Set fields, in place in a `ConfigDict`, as `from_dict` describes."""
     config = values if isinstance(values, ConfigDict) else ConfigDict(values)
