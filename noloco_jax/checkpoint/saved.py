@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from noloco_jax.checkpoint import digests, record
 from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange
-from noloco_jax.config import Change, ModelConfig, TrainConfig, from_dict
+from noloco_jax.config import Change, ModelConfig, TrainConfig, from_record
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.formatting import format_bytes, format_seconds
@@ -78,7 +78,7 @@ class Saved:
         with self._reading():
             self._entries = digests.read_digests(self.folder)
             run, data = self._read("run"), self._read("data")
-            self.config = from_dict(run["config"])
+            self.config = from_record(run["config"])
             self.version_changes = record.version_changes(run)
             self.totals = Totals(**run["totals"])
             self.sync_state: Mapping[str, Any] | None = run.get("sync_state")

@@ -36,7 +36,7 @@ class ProcessRank:
 
 
 def define_flags(parser: ArgumentParser) -> None:
-    """Add the flags that give a process its place, for machines whose environment does not."""
+    """Add the flags that give a process its rank, for machines whose environment does not."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens (several processes only)")
     parser.add_argument("--num_processes", type=int, metavar="N", help="processes of the run")
     parser.add_argument("--process_id", type=int, metavar="I", help="this process, from 0 to N - 1")

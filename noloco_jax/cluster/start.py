@@ -28,7 +28,7 @@ _abort_handlers: list[object] = []  # called by C: kept from the garbage collect
 
 
 @contextlib.contextmanager
-def joined(place: ProcessRank | None, config: Mapping[str, Any], timeout: float) -> Iterator[int]:
+def distributed_runtime(rank: ProcessRank | None, config: Mapping[str, Any], timeout: float) -> Iterator[int]:
     """Run the body as one of the run's processes, connected by `jax.distributed`; gives their number.
 
     An error in one process ends it at once, without JAX's farewell, in which it would wait for the others while they
@@ -36,16 +36,16 @@ def joined(place: ProcessRank | None, config: Mapping[str, Any], timeout: float)
     So they do if a process is killed.
 
     Args:
-      place: this process's; None: it is alone.
+      rank: of this process; None: it is alone.
       config: the resolved configuration, which has to be the same everywhere.
       timeout: seconds to wait for the others.
     """
-    if place is None:
+    if rank is None:
         yield 1
         return
-    here = f" (process {place.process_id or 0} on {socket.gethostname()})"
+    here = f" (process {rank.process_id or 0} on {socket.gethostname()})"
     try:
-        here = _connect(place, timeout)
+        here = _connect(rank, timeout)
         _check_same({**{name: importlib.metadata.version(name) for name in _MUST_MATCH}, **flatten(config, "config.")})
         yield distributed.global_state.num_processes or 1
         jax.distributed.shutdown()
@@ -79,7 +79,7 @@ def _report(error: BaseException, here: str) -> int:
     return report(error)
 
 
-def _connect(place: ProcessRank, timeout: float) -> str:
+def _connect(rank: ProcessRank, timeout: float) -> str:
     """Connect all processes; return this one's number and host, in parentheses, for messages."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     end_with_status_on_abort(
@@ -88,11 +88,11 @@ def _connect(place: ProcessRank, timeout: float) -> str:
     )
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.num_processes,
-            place.process_id,
-            local_device_ids=place.local_device_ids,
-            cluster_detection_method=None if place.is_launched else "deactivate",
+            rank.coordinator,
+            rank.num_processes,
+            rank.process_id,
+            local_device_ids=rank.local_device_ids,
+            cluster_detection_method=None if rank.is_launched else "deactivate",
             initialization_timeout=max(int(timeout), 1),
             shutdown_timeout_seconds=1800,  # the first process draws and samples while the others wait
         )

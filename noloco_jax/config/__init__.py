@@ -1,6 +1,6 @@
 """The configuration of a run: fields with their ranges and meanings, checks, and the command line."""
 
-from noloco_jax.config.build import find_field, from_dict, known_fields, unknown_field
+from noloco_jax.config.build import find_field, from_dict, from_record, known_fields, unknown_field
 from noloco_jax.config.changes import Change, changes, unused_settings
 from noloco_jax.config.config_file import CONFIG_FILE, load_saved, save_config, to_dict
 from noloco_jax.config.fields import (
@@ -31,6 +31,7 @@ __all__ = [
     "find_field",
     "flatten",
     "from_dict",
+    "from_record",
     "known_fields",
     "load_config",
     "load_saved",

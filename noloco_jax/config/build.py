@@ -6,7 +6,7 @@ import difflib
 import functools
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -51,6 +51,16 @@ def from_dict(
     return config
 
 
+def from_record(values: Mapping[str, Any]) -> TrainConfig:
+    """Build the configuration that a run has recorded, as it is: it was checked as a whole when the run started."""
+    mistakes, config = Mistakes(), None
+    with mistakes.noted():
+        config = _build(TrainConfig, values, "", mistakes)
+    mistakes.raise_all()
+    assert config is not None
+    return config
+
+
 def changed(values: ConfigDict | Mapping[str, Any], changes: Mapping[str, Any], mistakes: Mistakes) -> ConfigDict:
     """Set fields, in place in a `ConfigDict`, as `from_dict` describes."""
     config = values if isinstance(values, ConfigDict) else ConfigDict(values)
@@ -58,10 +68,10 @@ def changed(values: ConfigDict | Mapping[str, Any], changes: Mapping[str, Any], 
     if changes.get("method", before) != before and isinstance(outer, ConfigDict):
         for name in METHOD_FIELDS:
             if name in outer and f"outer.{name}" not in changes:
-                with outer.unlocked():
+                with _computed("outer"), outer.unlocked():
                     del outer[name]
     for path, value in changes.items():
-        with mistakes.noted():
+        with mistakes.noted(), _computed(path):
             _assign(config, path, value)
     return config
 
@@ -108,23 +118,38 @@ def _build(cls: type, values: Any, prefix: str, mistakes: Mistakes) -> Any:
             field, value = fields[name], _value(values, name, path)
             if field.is_group:
                 built[name] = (_entries if field.by_name else _group)(path, field, value, mistakes)
-            elif value is not None or not field.is_required:
+            elif value is None and field.is_required:
+                raise _missing(prefix, name)
+            else:
                 built[name] = field.checked(path, value)
-    absent = [name for name, field in fields.items() if field.is_required and values.get(name) is None]
-    mistakes.note(*(f"config field {prefix}{name} is missing: the other {prefix}* fields need it" for name in absent))
+    for name, field in fields.items():
+        if field.is_required and name not in values:
+            mistakes.note(str(_missing(prefix, name)))
     return None if mistakes else cls(**built)
+
+
+def _missing(prefix: str, name: str) -> UserError:
+    return UserError(f"config field {prefix}{name} is missing: the other {prefix}* fields need it")
 
 
 def _is_mapping(values: Any) -> bool:
     return isinstance(values, Mapping | ConfigDict)
 
 
-def _value(values: Any, name: str, path: str) -> Any:
-    """Return a value; one that follows other fields is computed here."""
+@contextlib.contextmanager
+def _computed(path: str) -> Iterator[None]:
+    """Raise `UserError` where the body computes a field that follows others, and that fails."""
     try:
-        return values[name]
+        yield
+    except UserError:
+        raise
     except Exception as error:  # the user's own arithmetic may raise anything
-        raise UserError(f"config field {path} follows others and has no value: {described(error)}") from error
+        raise UserError(f"config field {path}: what follows other fields has no value: {described(error)}") from error
+
+
+def _value(values: Any, name: str, path: str) -> Any:
+    with _computed(path):
+        return values[name]
 
 
 def _group(path: str, field: FieldInfo, values: Any, mistakes: Mistakes) -> Any:

@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(argv: Sequence[str]) -> int:
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
-    place = find_rank(flags, os.environ)
+    rank = find_rank(flags, os.environ)
     keep_freed_memory()
     from noloco_jax.islands.run import train_island  # imports numpy and jax, which must follow the call above
 
-    return train_island(config, place, flags)
+    return train_island(config, rank, flags)
 
 
 def _define_train_flags(parser: argparse.ArgumentParser) -> None:

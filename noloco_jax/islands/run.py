@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.process_rank import ProcessRank
 from noloco_jax.cluster.processes import Processes
-from noloco_jax.cluster.start import joined
+from noloco_jax.cluster.start import distributed_runtime
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.files import full_disk_told
@@ -53,12 +53,12 @@ _COMPILE_SECONDS = 3600.0  # by which the island's processes may differ in readi
 _SHOWN = ("loss", "perplexity", "tokens_per_second")
 
 
-def train_island(config: TrainConfig, place: ProcessRank | None, flags: argparse.Namespace) -> int:
+def train_island(config: TrainConfig, rank: ProcessRank | None, flags: argparse.Namespace) -> int:
     """Train as the island that the flags name; check everything before compiling.
 
     Args:
       config: the run.
-      place: of this process among the island's; None: the only one.
+      rank: of this process among the island's; None: the only one.
       flags: those of `island train`.
     """
     roster, credentials = open_membership(flags.roster, flags.name, flags.keys, flags.workdir)
@@ -75,7 +75,10 @@ def train_island(config: TrainConfig, place: ProcessRank | None, flags: argparse
     )
     member.check(config)
     use_gpu_memory()
-    with joined(place, to_dict(config), flags.start_timeout) as num_processes, full_disk_told(flags.workdir):
+    with (
+        distributed_runtime(rank, to_dict(config), flags.start_timeout) as num_processes,
+        full_disk_told(flags.workdir),
+    ):
         use_cpu_cores(member.own(config).mesh, 1, num_processes=num_processes)
         return train(
             config, member, flags.workdir, RunFlags(flags.from_step, flags.dry_run, flags.force_unlock, flags.wandb)

@@ -22,7 +22,8 @@ PyTree = Any
 # Axes of the replicas inside programs: devices, and the slots of one device.
 REPLICAS = ("replica", "slot")
 SLOT = REPLICAS[1]
-# Axes that are manual in `shard_map`; `fsdp` and `tensor` are left to the partitioner.
+# Axes that are manual in `shard_map`: collectives over them are written by hand, so that a jaxpr has all bytes that
+# leave a replica (`traffic`). `fsdp` and `tensor` are left to the partitioner, so that no model has to name them.
 MANUAL_AXES = ("replica", "stage")
 
 # Mesh axes of a weight's logical axes (`model.kind`). Stacked layers and the vocabulary lie on the stages.

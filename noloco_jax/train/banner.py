@@ -15,7 +15,7 @@ from noloco_jax.train.bytes_sent import BytesSent, num_outer_steps
 
 
 def banner_rows(
-    config: TrainConfig, programs: Programs, messages: BytesSent, memory: tuple[int, int]
+    config: TrainConfig, programs: Programs, bytes_sent: BytesSent, memory: tuple[int, int]
 ) -> list[tuple[str, object]]:
     """Return (label, value) rows: versions, devices, mode, parameters, tokens a step, memory, bytes sent."""
     return [
@@ -26,7 +26,7 @@ def banner_rows(
         ("batch", _batch(config)),
         *([("data", _mixture(config.data))] if config.data.kind == "mixture" else []),
         ("memory", _memory(memory)),
-        ("messages", _messages(config, messages)),
+        ("messages", _messages(config, bytes_sent)),
         *_peak(config, programs),
     ]
 
@@ -92,10 +92,10 @@ def _memory(memory: tuple[int, int]) -> str:
     )
 
 
-def _messages(config: TrainConfig, messages: BytesSent) -> str:
+def _messages(config: TrainConfig, bytes_sent: BytesSent) -> str:
     if config.schedule is not None and not num_outer_steps(config):
         return f"none, as {config.num_steps} steps have no outer step: lower outer.sync_every={config.outer.sync_every}"
-    occasions = {"outer step": messages.outer_step, "inner step": messages.inner_step}
+    occasions = {"outer step": bytes_sent.outer_step, "inner step": bytes_sent.inner_step}
     sent = [f"{format_bytes(number)} per {occasion}" for occasion, number in occasions.items() if number]
     return f"a replica sends others {' and '.join(sent)}, on average" if sent else "none"
 

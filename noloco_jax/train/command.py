@@ -16,12 +16,12 @@ from noloco_jax.files import folder_of_flag
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and train; return the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
-    place = find_rank(flags, os.environ)
+    rank = find_rank(flags, os.environ)
     keep_freed_memory()
     from noloco_jax.train.run import train_at  # imported late, so that --help and wrong flags do not wait for jax
 
     return train_at(
-        place,
+        rank,
         config,
         flags.workdir,
         start_timeout=flags.start_timeout,

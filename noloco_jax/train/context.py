@@ -27,7 +27,7 @@ class RunContext:
       evaluate: fast weights -> the figures of an evaluation.
       checkpoints: storage of the state.
       totals: totals of the run's earlier starts.
-      messages: bytes that replicas send each other.
+      bytes_sent: bytes that replicas send each other.
       peak_flops_per_second: peak rate of all devices together; None if unknown.
       metrics: writer of the figures.
       progress: console output.
@@ -41,7 +41,7 @@ class RunContext:
     evaluate: Callable[[Any], dict[str, Any]]
     checkpoints: Checkpointer
     totals: Totals
-    messages: BytesSent
+    bytes_sent: BytesSent
     peak_flops_per_second: float | None
     metrics: MetricWriter
     progress: Progress

@@ -51,7 +51,7 @@ def _train_steps(run: RunContext, state: TrainState, step: int, log: StepLog) ->
         bytes_merging = 0
         if is_last:
             state = sync.finish(state, step)
-            bytes_merging = run.messages.final_merge
+            bytes_merging = run.bytes_sent.final_merge
         if taken is not None:
             log.remember(*taken, bytes_merging, sync.bytes_sent())
         _report_events(run, step, log)
@@ -80,7 +80,7 @@ def _train_steps(run: RunContext, state: TrainState, step: int, log: StepLog) ->
 def _check_finite(state: TrainState, step: int) -> None:
     """Raise `UserError` rather than save what no run can continue from; a step has the loss of earlier weights.
 
-    A state is finite when a run starts, see `restored_state`, so that the steps since then are to blame.
+    A state is finite when a run starts, see `phases.first_state`, so that the steps since then are to blame.
     """
     if not is_finite(state):
         raise UserError(

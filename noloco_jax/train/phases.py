@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from noloco_jax.checkpoint import elastic
 from noloco_jax.checkpoint.record import copy_inputs
 from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
@@ -24,12 +25,13 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, save_config, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
-from noloco_jax.errors import TransientError, log_if_slow
+from noloco_jax.errors import TransientError, UserError, log_if_slow
 from noloco_jax.files import check_writable, without_room
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
 from noloco_jax.metrics.evaluate import Validation
+from noloco_jax.metrics.finite import is_finite
 from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_peak, memory_estimate, program_memory
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
@@ -44,7 +46,6 @@ from noloco_jax.train.bytes_sent import BytesSent
 from noloco_jax.train.context import Outcome, RunContext
 from noloco_jax.train.inputs import check_inputs, given_weights, open_inputs
 from noloco_jax.train.loop import train_steps
-from noloco_jax.train.resume import check_end, completion, restored_state
 from noloco_jax.train.sample import sample_of_run
 from noloco_jax.train.sync import Sync
 
@@ -168,14 +169,31 @@ def open_run(setup: Setup) -> Iterator[Opened]:
 
 
 def is_complete(setup: Setup, saved: Saved | None) -> bool:
-    """Return True, and say so, where nothing is left to train; raise `UserError` where steps are missing."""
+    """Return True where nothing is left to train, and print how to continue; see `check_end`."""
     if saved is None:
         return False
-    check_end(setup.config, saved)
+    check_end(setup.config.num_steps, saved)
     if saved.step < setup.config.num_steps or setup.flags.dry_run:
         return False
-    setup.console.print(completion(saved))
+    late = "; ".join(str(change) for change in saved.changes if change.field != "num_steps")
+    setup.console.print(
+        f"the run is complete ({saved.step} steps): give a larger --config.num_steps to continue it, or another "
+        "--workdir to start a new run" + (f"; without effect: {late}" if late else "")
+    )
     return True
+
+
+def check_end(num_steps: int, saved: Saved) -> None:
+    """Raise `UserError` where a run that was to be longer would end at or before its checkpoint.
+
+    Nothing would be left to take, and so no last evaluation and no final merge.
+    """
+    start, wanted = saved.step, saved.config.num_steps
+    if num_steps <= start < wanted:
+        raise UserError(
+            f"the run stopped at step {start} of {wanted}, and num_steps={num_steps} leaves no step to take: give "
+            f"num_steps={start + 1} or more, or go back by --from_step"
+        )
 
 
 def check_room(setup: Setup) -> None:
@@ -235,10 +253,26 @@ def compile_run(setup: Setup, stop: Stop, needed: Sequence[str], *, draws_weight
 def first_state(setup: Setup, opened: Opened, programs: Programs, given: Params | None) -> TrainState:
     """Return the checkpoint's state; of a new run, one of the given weights or, without them, of drawn ones."""
     if opened.saved is not None:
-        return restored_state(
-            setup.config, programs, opened.checkpoints, opened.saved, setup.flags.from_step, setup.console
-        )
+        return _restored(setup, opened.saved, opened.checkpoints, programs)
     return programs.init(prng.key(setup.config.seed)) if given is None else programs.from_params(given)
+
+
+def _restored(setup: Setup, saved: Saved, checkpoints: Checkpointer, programs: Programs) -> TrainState:
+    """Restore the state of a checkpoint; print the differences from the run that saved it."""
+    config, from_step, report = setup.config, setup.flags.from_step, setup.console.print
+    state, resized = elastic.restore(saved, config.model, programs, config.elastic)
+    if not is_finite(state):
+        raise UserError(
+            f"the checkpoint of step {saved.step} has values that are not finite: give --from_step of one before it, "
+            "or start anew in an empty --workdir"
+        )
+    since = "" if from_step in (None, saved.step) else f", saved since the run went back to step {from_step}"
+    report(f"resuming from the checkpoint of step {saved.step}{since}" + (f"; {resized}" if resized else ""))
+    for line in [*map(str, saved.changes), *saved.version_changes]:
+        report(line)
+    if set_aside := checkpoints.set_aside_after(saved.step):
+        report(f"checkpoints of later steps: {set_aside} moved to checkpoints_set_aside")
+    return state
 
 
 def before_training(setup: Setup, stop: Stop) -> int:
@@ -255,7 +289,7 @@ def train_to_end(
     state: TrainState,
     streams: ReplicaStreams,
     evaluate: Callable[[Any], dict[str, Any]],
-    messages: BytesSent,
+    bytes_sent: BytesSent,
     labels: Labels | None = None,
     observe: Callable[[int, str, Mapping[str, Any]], None] = lambda step, kind, values: None,
 ) -> Outcome:
@@ -268,7 +302,7 @@ def train_to_end(
       state: after `opened.step` inner steps.
       streams: training data of this process's replicas.
       evaluate: fast weights -> the figures of an evaluation.
-      messages: bytes that replicas send each other.
+      bytes_sent: bytes that replicas send each other.
       labels: the run's names.
       observe: receives the step, kind and figures of every metrics line, as plain values.
     """
@@ -298,7 +332,7 @@ def train_to_end(
             evaluate=evaluate,
             checkpoints=opened.checkpoints,
             totals=opened.totals,
-            messages=messages,
+            bytes_sent=bytes_sent,
             peak_flops_per_second=_peak(config, programs),
             metrics=metrics,
             progress=progress,

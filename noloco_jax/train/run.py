@@ -8,7 +8,7 @@ from noloco_jax.checkpoint import elastic
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.process_rank import ProcessRank
 from noloco_jax.cluster.processes import Processes
-from noloco_jax.cluster.start import joined
+from noloco_jax.cluster.start import distributed_runtime
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.files import full_disk_told
 from noloco_jax.metrics.evaluate import evaluate
@@ -23,19 +23,19 @@ from noloco_jax.train.sync import BackgroundSync, CollectiveSync
 
 
 def train_at(
-    place: ProcessRank | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **flags: Any
+    rank: ProcessRank | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **flags: Any
 ) -> int:
-    """Train as the process at `place`; return the exit status.
+    """Train as the process of this rank; return the exit status.
 
     Args:
-      place: place among the processes of the run; None: the only process.
+      rank: of this process in the run; None: the only process.
       config: the run.
       workdir: its folder.
       start_timeout: seconds that the processes wait for one another at the start.
       **flags: see `train`.
     """
     use_gpu_memory()
-    with joined(place, to_dict(config), start_timeout) as num_processes:
+    with distributed_runtime(rank, to_dict(config), start_timeout) as num_processes:
         use_cpu_cores(config.mesh, config.num_replicas, config.delay, num_processes)
         with full_disk_told(workdir):
             return train(config, workdir, **flags)
@@ -60,7 +60,7 @@ def train(config: TrainConfig, workdir: Path, *, processes: Processes | None = N
     mesh = setup.programs.mesh
     in_background = is_in_background(config.delay, mesh)
     exchange_mesh = host_mesh(mesh) if in_background else mesh
-    messages = bytes_sent_of(config, mesh.shape)
+    bytes_sent = bytes_sent_of(config, mesh.shape)
 
     # Open.
     with phases.open_run(setup) as opened:
@@ -72,13 +72,13 @@ def train(config: TrainConfig, workdir: Path, *, processes: Processes | None = N
         if saved is not None:
             elastic.check_elastic(config.elastic, config.num_replicas, saved.shape)
             positions = elastic.data_positions(saved, config.num_replicas)
-        rows, numbers = banner_rows(config, setup.programs, messages, setup.memory), (0, config.num_replicas)
+        rows, numbers = banner_rows(config, setup.programs, bytes_sent, setup.memory), (0, config.num_replicas)
         validation, streams, given = phases.open_data(setup, saved, positions, numbers, rows)
         if setup.flags.dry_run:
             return 0
 
         # Compile.
-        if config.schedule is not None and (line := choose_form(exchange_mesh, int(messages.outer_step))):
+        if config.schedule is not None and (line := choose_form(exchange_mesh, int(bytes_sent.outer_step))):
             setup.console.print(line)
         streams.start()  # the first batches are made during compilation
         needed = [name for name in PROGRAMS if name != "outer_step" or not in_background]
@@ -96,7 +96,7 @@ def train(config: TrainConfig, workdir: Path, *, processes: Processes | None = N
 
         # Loop.
         evaluation = partial(evaluate, programs, validation=validation)
-        outcome = phases.train_to_end(setup, opened, programs, sync, state, streams, evaluation, messages)
+        outcome = phases.train_to_end(setup, opened, programs, sync, state, streams, evaluation, bytes_sent)
 
     # Finish.
     streams.close()  # after a failure the streams close when the process ends

@@ -63,7 +63,7 @@ class StepLog:
         bytes_outer = self._bytes_of(outer_steps) if bytes_sent is None else bytes_sent
         self._totals = self._totals.plus(
             tokens=self._run.config.tokens_per_step,
-            bytes_sent_total=self._run.messages.inner_step + bytes_outer + bytes_merging,
+            bytes_sent_total=self._run.bytes_sent.inner_step + bytes_outer + bytes_merging,
             seconds_waiting_for_data=waited,
             seconds_in_outer_steps=outer_steps.seconds if outer_steps else 0.0,
         )
@@ -72,7 +72,7 @@ class StepLog:
     def _bytes_of(self, outer_steps: OuterStepRecord | None) -> int | float:
         if outer_steps is None:
             return 0
-        return outer_steps.count * self._run.messages.outer_step
+        return outer_steps.count * self._run.bytes_sent.outer_step
 
     def restart_clock(self) -> None:
         """Reset throughput timing, to exclude evaluations and saves."""
@@ -124,8 +124,8 @@ class StepLog:
     def _figures_of(self, step: int) -> dict[str, Any]:
         """Return the bytes of the step, and the figures of the outer steps since they were last logged."""
         figures: dict[str, Any] = {}
-        if self._run.messages.inner_step:
-            figures["bytes_sent_inner_step"] = self._run.messages.inner_step
+        if self._run.bytes_sent.inner_step:
+            figures["bytes_sent_inner_step"] = self._run.bytes_sent.inner_step
         if self._unlogged is not None:
             figures["outer_steps"] = self._unlogged.count
             figures["outer_step_seconds"] = self._unlogged.seconds

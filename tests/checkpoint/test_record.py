@@ -12,7 +12,7 @@ from noloco_jax.checkpoint.record import (
     version_changes,
 )
 from noloco_jax.checkpoint.totals import Throughput
-from noloco_jax.config import TrainConfig, changes, from_dict, to_dict
+from noloco_jax.config import TrainConfig, changes, from_dict, from_record, to_dict
 from noloco_jax.errors import UserError
 
 CONFIG = TrainConfig()
@@ -92,7 +92,7 @@ def test_an_added_or_removed_source_is_refused_with_the_flag_that_undoes_it(tmp_
 
 def test_a_record_restores_its_config_after_a_json_round_trip():
     made = json.loads(json.dumps(make_record(to_dict(OTHER), {"files": 3}, None)))
-    assert from_dict(made["config"]) == OTHER
+    assert from_record(made["config"]) == OTHER
     assert version_changes(made) == []
 
 

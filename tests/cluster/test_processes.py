@@ -19,11 +19,11 @@ PROGRAM = """
 import json, os, signal, sys, time
 from argparse import Namespace
 from noloco_jax.cluster.process_rank import find_rank
-from noloco_jax.cluster.start import joined
+from noloco_jax.cluster.start import distributed_runtime
 
 config, seconds, *arguments = sys.argv[1:]
-place = find_rank(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
-with joined(place, json.loads(config), float(seconds)) as num_processes:
+rank = find_rank(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
+with distributed_runtime(rank, json.loads(config), float(seconds)) as num_processes:
     import jax
     from noloco_jax.cluster import processes as module
     processes = module.run_processes()

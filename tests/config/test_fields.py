@@ -16,6 +16,7 @@ from noloco_jax.config import (
     TrainConfig,
     flatten,
     from_dict,
+    from_record,
     known_fields,
     load_saved,
     save_config,
@@ -77,6 +78,14 @@ def test_a_configuration_survives_json():
 
 def test_a_rope_scaling_of_nones_is_none():
     assert from_dict({"model": {"rope_scaling": dict.fromkeys(ROPE)}}).model.rope_scaling is None
+
+
+def test_a_record_is_read_as_it_is_though_its_fields_may_contradict_each_other():
+    values = {"num_replicas": 1, "num_steps": 3, "outer": {"lr": 1}}
+    config = from_record(values)
+    assert (config.num_replicas, config.inner.warmup_steps, type(config.outer.lr)) == (1, 20, float)
+    with pytest.raises(UserError, match="give a whole number"):
+        from_record({"num_replicas": "1"})
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name():

@@ -182,8 +182,9 @@ def test_a_reference_that_cannot_be_evaluated_is_refused(tmp_path):
     path = tmp_path / "a.py"
     divided = "    config.seed = 1\n    config.eval_every = 64 // config.get_oneway_ref('seed')\n    return"
     path.write_text(FILE.replace("    return", divided))
-    message = refusal(f"--config={path}", "--config.seed=0")
-    assert "config field eval_every follows others" in message and "ZeroDivisionError" in message
+    for more in ([], ["--config.sample_prompt=a"]):  # a field that the file does not list is added beside it
+        message = refusal(f"--config={path}", "--config.seed=0", *more)
+        assert "config field eval_every: what follows other fields has no value: ZeroDivisionError" in message
 
 
 def test_a_json_file_that_fails_is_named(tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.optim.exchange.permute import lower
+from noloco_jax.optim.exchange.permute import device_routes
 from support.exchanges import exchange_of
 from support.oracle import group_mean as oracle_mean
 
@@ -37,7 +37,7 @@ SHAPES = [(d, slots) for d in (1, 2, 3, 5, 8) for slots in (1, 2, 3, 8)]
 def test_routes_deliver_every_source_and_send_only_blocks_that_change_device(d, slots):
     rng = np.random.default_rng([d, slots])
     sources = np.stack([rng.permutation(d * slots) for _ in range(12)])
-    routes = lower(sources, d, slots)
+    routes = device_routes(sources, d, slots)
     for entry, row in enumerate(sources):
         np.testing.assert_array_equal(follow(routes, entry), row)
         stays = row // slots == np.arange(d * slots) // slots
@@ -52,7 +52,7 @@ def test_routes_deliver_every_source_and_send_only_blocks_that_change_device(d, 
 def test_pairs_of_a_power_of_two_send_at_most_one_message_per_device_and_round(d, slots):
     n = d * slots
     sources = np.array([[partner(round_)[i] for i in range(n)] for round_ in nj.RandomPairing(n).pool])
-    routes = lower(sources, d, slots)
+    routes = device_routes(sources, d, slots)
     assert all(len(pattern) == 1 for pattern in routes.patterns)
     assert len(routes.patterns) == d - 1 + (slots > 1)
     within = [sent(routes, entry) == 0 for entry in range(n - 1)]

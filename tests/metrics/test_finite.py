@@ -14,7 +14,7 @@ from rich.console import Console
 from noloco_jax.checkpoint import elastic
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.finite import is_finite
-from noloco_jax.train.resume import restored_state
+from noloco_jax.train.phases import first_state
 
 
 def state(dtype: Any, spread: P, value: float, place: int) -> dict[str, Any]:
@@ -37,7 +37,9 @@ def test_a_single_non_finite_value_is_found_on_any_device(dtype, spread, place):
 def test_resuming_from_a_checkpoint_with_non_finite_values_is_refused(monkeypatch):
     restored = state(jnp.float32, P("replica"), np.nan, 5)
     monkeypatch.setattr(elastic, "restore", lambda *_: (restored, ""))
-    nothing: Any = SimpleNamespace(model=None, elastic="")
+    config, flags = SimpleNamespace(model=None, elastic=""), SimpleNamespace(from_step=None)
+    setup: Any = SimpleNamespace(config=config, flags=flags, console=Console(quiet=True))
+    opened: Any = SimpleNamespace(saved=SimpleNamespace(step=5), checkpoints=None)
+    nothing: Any = None
     with pytest.raises(UserError, match=r"checkpoint of step 5 has values that are not finite.*--from_step"):
-        saved: Any = SimpleNamespace(step=5)
-        restored_state(nothing, nothing, nothing, saved, None, Console(quiet=True))
+        first_state(setup, opened, nothing, None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.optim.exchange.swap import NOWHERE
-from noloco_jax.spmd.pipeline.over_devices import device_routes
+from noloco_jax.spmd.pipeline.over_devices import stage_routes
 from noloco_jax.spmd.pipeline.routes import draw_routes, route_pool
 
 
@@ -60,7 +60,7 @@ def test_draws_differ_between_steps_and_seeds():
 def test_messages_deliver_every_stages_output_along_its_route(num_devices, num_slots):
     num_replicas, num_stages = num_devices * num_slots, 3
     pool = route_pool(num_replicas, num_stages, seed=2, routing="random")
-    messages = device_routes(pool, num_devices, num_slots)
+    messages = stage_routes(pool, num_devices, num_slots)
     for entry, routes in enumerate(pool):
         arrived = {}
         pattern = messages.patterns[messages.pattern_of[entry]]

@@ -73,7 +73,8 @@ def imported() -> dict[str, set[str]]:
     """Return what one process has imported after each of three programs, which it runs one after the other."""
     programs = {
         "a run of all replicas": "import noloco_jax.train.run",
-        "routes": "from noloco_jax.optim.exchange.permute import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
+        "routes": "from noloco_jax.optim.exchange.permute import device_routes\n"
+        "device_routes(np.array([[1, 0, 3, 2]]), 4, 1)",
         "pictures": "import noloco_jax.metrics.curves\nfrom noloco_jax.tools import compare, simulate\n"
         "import noloco_jax.tools.compare.report, noloco_jax.tools.simulate.command",
     }

@@ -112,7 +112,7 @@ class Result:
                 evaluate=fake,
                 checkpoints=fake,
                 totals=totals,
-                messages=BytesSent(100, 7, merging),
+                bytes_sent=BytesSent(100, 7, merging),
                 peak_flops_per_second=peak,
                 metrics=metrics,
                 progress=Progress(6, console=Console(quiet=True)),

@@ -25,7 +25,7 @@ from noloco_jax.metrics import memory
 from noloco_jax.model.huggingface import save_folder
 from noloco_jax.train import inputs, phases
 from noloco_jax.train.inputs import given_weights
-from noloco_jax.train.resume import check_end
+from noloco_jax.train.phases import check_end
 from noloco_jax.train.run import train
 from support import processes
 from support.data_makers import write_c4
@@ -168,12 +168,12 @@ def saved_at(step: int, **values: object) -> Any:
 @pytest.mark.parametrize("num_steps", [4, 8])
 def test_a_run_that_would_end_without_its_last_step_is_refused(num_steps):
     with pytest.raises(UserError, match=f"step 8 of 16, and num_steps={num_steps} leaves no step.*num_steps=9 or more"):
-        check_end(of_steps(num_steps=num_steps), saved_at(8, num_steps=16))
+        check_end(num_steps, saved_at(8, num_steps=16))
 
 
 def test_a_run_that_has_ended_or_goes_on_is_not_refused():
     for before, now in [(16, 9), (8, 4), (8, 8), (8, 9)]:
-        check_end(of_steps(num_steps=now), saved_at(8, num_steps=before))
+        check_end(now, saved_at(8, num_steps=before))
 
 
 def test_weights_that_lie_beside_another_tokenizer_are_refused(tmp_path):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from noloco_jax.optim.exchange.axes import AxisName, ReplicaAxes, by_parts, names_of, num_parts, warn_if_sharded
-from noloco_jax.optim.exchange.permute import joined
+from noloco_jax.optim.exchange.permute import bucketed
 from noloco_jax.optim.exchange.swap import is_between_cpus, is_for_cpus, move
 from noloco_jax.optim.exchange.wire import Wire, decode, encode
 from noloco_jax.optim.fragments import Fragments
@@ -44,7 +44,7 @@ class AllExchange(Exchange):
         warn_if_sharded(message, axes)
         dims = fragments.block_dims(message)
         leaves, structure = jax.tree.flatten(encode(self.wire, message, dims))
-        buffers, cut = joined(leaves, axes, kept=int(self.wire.takes_blocks))
+        buffers, cut = bucketed(leaves, axes, kept=int(self.wire.takes_blocks))
         code = structure.unflatten(cut([_mean_code(self.wire, buffer, axes) for buffer in buffers]))
         return decode(self.wire, code, message, dims), None
 
@@ -55,7 +55,7 @@ def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
     buffers, cut = leaves, list
     axes = ReplicaAxes.bound(axis_name)
     if is_for_cpus():  # gloo reduces arrays one after another, with 2(N−1) round trips each; NCCL takes all at once
-        buffers, cut = joined(leaves, axes)
+        buffers, cut = bucketed(leaves, axes)
     for name in reversed(names_of(axis_name)):
         if lax.axis_size(name) > 1:  # XLA's partitioner refuses an all-reduce over one device beside auto axes
             buffers = lax.pmean(buffers, name)

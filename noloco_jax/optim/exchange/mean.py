@@ -20,7 +20,7 @@ from noloco_jax.optim.exchange import modulo
 from noloco_jax.optim.exchange.axes import AxisName, checked_axes
 from noloco_jax.optim.exchange.blocks import windows_of
 from noloco_jax.optim.exchange.halves import Leg, mean_by_halves
-from noloco_jax.optim.exchange.permute import joined, lower, permute
+from noloco_jax.optim.exchange.permute import bucketed, device_routes, permute
 from noloco_jax.optim.exchange.wire import Wire, from_code, to_code
 from noloco_jax.optim.fragments import Fragments
 from noloco_jax.optim.outer_step import Exchange
@@ -62,7 +62,7 @@ class MeanExchange(Exchange):
         largest = int(sizes.max())
         if largest == 1:
             return message, windows
-        route = partial(lower, num_devices=axes.num_devices, num_slots=axes.num_slots)
+        route = partial(device_routes, num_devices=axes.num_devices, num_slots=axes.num_slots)
         dims = fragments.block_dims(message)
         if halvings := halvings_of(self.pairing):
             legs = [
@@ -92,7 +92,7 @@ class MeanExchange(Exchange):
             return jax.tree.map(jnp.add, message, halves), remembered
 
         leaves, structure = jax.tree.flatten(to_code(self.wire, message, dims))
-        blocks, cut = joined(leaves, axes, kept=1) if self.wire.takes_blocks else (leaves, list)
+        blocks, cut = bucketed(leaves, axes, kept=1) if self.wire.takes_blocks else (leaves, list)
         code = blocks if self.wire.exact else lax.optimization_barrier([*map(self.wire.encode, blocks)])
         own, total = [*map(self.wire.decode, code)], None
         for route in routes:  # of those that a smaller group lacks, a replica is its own sender

@@ -43,7 +43,7 @@ class Routes(NamedTuple):
     receive: np.ndarray
 
 
-def lower(sources: np.ndarray, num_devices: int, num_slots: int) -> Routes:
+def device_routes(sources: np.ndarray, num_devices: int, num_slots: int) -> Routes:
     """Compute the routes of permutations of N = D·L replicas, replica i in slot i mod L of device i // L.
 
     The numbers of replicas that go from one device to another form a D×D matrix whose rows and columns all sum to L, so
@@ -55,11 +55,11 @@ def lower(sources: np.ndarray, num_devices: int, num_slots: int) -> Routes:
       num_devices: D.
       num_slots: L.
     """
-    return _lower(tuple(map(tuple, np.asarray(sources).tolist())), num_devices, num_slots)
+    return _device_routes(tuple(map(tuple, np.asarray(sources).tolist())), num_devices, num_slots)
 
 
 @functools.cache
-def _lower(sources: tuple[tuple[int, ...], ...], num_devices: int, num_slots: int) -> Routes:
+def _device_routes(sources: tuple[tuple[int, ...], ...], num_devices: int, num_slots: int) -> Routes:
     patterns: dict[Pattern, int] = {}
     pattern_of, send, receive = [], [], []
     for row in sources:
@@ -123,7 +123,7 @@ def permute(tree: PyTree, routes: Routes, index: jax.Array, axes: ReplicaAxes) -
       axes: axes of the replicas.
     """
     leaves, structure = jax.tree.flatten(tree)
-    buffers, cut = joined(leaves, axes)
+    buffers, cut = bucketed(leaves, axes)
     if axes.slot is None or routes.num_slots == 1:
         received = _send(buffers, routes, index, axes.device)
     else:  # over a `vmap` axis, all_gather costs nothing: it is the unbatched view of the device's replicas
@@ -132,16 +132,16 @@ def permute(tree: PyTree, routes: Routes, index: jax.Array, axes: ReplicaAxes) -
     return structure.unflatten(cut(received))
 
 
-def joined(leaves: list[Any], axes: ReplicaAxes, kept: int = 0) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+def bucketed(leaves: list[Any], axes: ReplicaAxes, kept: int = 0) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
     """Join arrays of one dtype, float32 arrays of `ALONE` bytes or more excepted.
 
-    Nothing is joined if nothing leaves the device, or if joining would move data inside a replica that the partitioner
+    No bucket is made if nothing leaves the device, or if that would move data inside a replica that the partitioner
     shards.
 
     Args:
       leaves: arrays.
       axes: axes of the replicas.
-      kept: trailing dimensions that are not raveled; arrays are joined if these are equal.
+      kept: trailing dimensions that are not raveled; arrays share a bucket if these are equal.
 
     Returns:
       The buffers, and a function that cuts others like them into arrays like the leaves.

@@ -21,7 +21,7 @@ from jax import lax
 
 from noloco_jax.optim.exchange.axes import AxisName, ReplicaAxes, by_parts, num_parts, warn_if_sharded
 from noloco_jax.optim.exchange.blocks import pack, smallest_and_largest, tree_from_blocks, tree_in_blocks, unpack
-from noloco_jax.optim.exchange.permute import joined
+from noloco_jax.optim.exchange.permute import bucketed
 from noloco_jax.optim.fragments import Fragments
 from noloco_jax.optim.outer_step import Exchange
 from noloco_jax.optim.rule import Number, Outgoing, at
@@ -103,7 +103,7 @@ class SparseExchange(Exchange):
         warn_if_sharded(message, axes)
         chunks = jax.tree.map(lambda x: sparsified(x, self.top_k), tree_in_blocks(message, dims, CHUNK))
         codes, structure = jax.tree.flatten(jax.tree.map(lambda x: encode(x, self.top_k), chunks))
-        buffers, cut = joined(codes, axes)
+        buffers, cut = bucketed(codes, axes)
         of_all = [_gathered(buffer, axes) for buffer in buffers]
 
         def sent_by(replica: Any) -> PyTree:

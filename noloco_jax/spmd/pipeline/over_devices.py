@@ -21,7 +21,7 @@ from jax import lax
 from noloco_jax.config import ModelConfig
 from noloco_jax.model.kind import from_params, stages_of
 from noloco_jax.model.loss import token_nll
-from noloco_jax.optim.exchange.permute import Routes, lower, permute_blocks
+from noloco_jax.optim.exchange.permute import Routes, device_routes, permute_blocks
 from noloco_jax.optim.exchange.swap import NOWHERE
 from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches, widened
 from noloco_jax.spmd.stages import sum_over_stages
@@ -30,8 +30,8 @@ PyTree = Any
 DEVICES = ("replica", "stage")  # in the order in which the routes number devices
 
 
-def device_routes(pool: np.ndarray, num_devices: int, num_slots: int) -> Routes:
-    """Lower the routes (pool, S - 1, N) to messages between all stages of all replicas, N = num_devices · num_slots.
+def stage_routes(pool: np.ndarray, num_devices: int, num_slots: int) -> Routes:
+    """Compute messages between all stages of all replicas, N = num_devices · num_slots, of routes (pool, S - 1, N).
 
     A stage of a replica is one item on the device (device of the replica, stage). The last stage sends nothing.
     """
@@ -48,13 +48,13 @@ def device_routes(pool: np.ndarray, num_devices: int, num_slots: int) -> Routes:
         for stage in range(num_boundaries):
             sources[entry, item(routes[stage], stage + 1)] = item(replicas, stage)
         sources[entry, item(replicas, 0)] = item(replicas, num_boundaries)  # closes the permutation and is not sent
-    lowered = lower(sources, num_devices * num_stages, num_slots)
+    of_devices = device_routes(sources, num_devices * num_stages, num_slots)
 
     def open_end(destinations: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(NOWHERE if there % num_stages == 0 else there for there in destinations)
 
-    patterns = tuple(tuple((open_end(there), count) for there, count in pattern) for pattern in lowered.patterns)
-    return lowered._replace(patterns=patterns)
+    patterns = tuple(tuple((open_end(there), count) for there, count in pattern) for pattern in of_devices.patterns)
+    return of_devices._replace(patterns=patterns)
 
 
 def routed_nll(
@@ -84,7 +84,7 @@ def routed_nll(
       the weights of the batches they come from.
     """
     stage, num_stages = lax.axis_index("stage"), lax.axis_size("stage")
-    messages = device_routes(pool, lax.axis_size("replica"), batch["labels"].shape[0])
+    messages = stage_routes(pool, lax.axis_size("replica"), batch["labels"].shape[0])
     fields = stages_of(model)
     vocabulary = {name: params[name] for name in (fields.embedding, fields.head)}
     layers, narrowed = widened(params[fields.layers])
