@@ -114,15 +114,6 @@ def test_replica_i_stands_i_places_further_in_the_order_than_replica_0(tmp_path)
         assert found == [order.source_at(replica + place) for place in range(6)]
 
 
-def test_each_source_is_read_as_if_it_were_the_only_one(tmp_path):
-    config, _ = write_mixture(tmp_path)
-    mixed = sequences(take(open_streams(config, 2, seed=3)[1], 60))
-    for group, alone in configs_by_source(config).items():
-        expected = sequences(take(open_streams(replace(alone, batch_size=1), 2, seed=3)[1], 90))
-        found = [sequence for sequence in mixed if group_of(sequence[0][0]) == group]
-        assert len(found) > 5 and found == expected[: len(found)]
-
-
 def test_a_mixture_resumes_bitwise_at_any_position(tmp_path):
     config, _ = write_mixture(tmp_path)
     (whole,), saved, batches = open_streams(config, 1), [], []
