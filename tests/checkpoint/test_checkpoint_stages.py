@@ -15,7 +15,7 @@ from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, 
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 from support import tiny_model
-from support.checkpoints import programs_of
+from support.checkpoints import programs_of, saved
 from support.initial import initial_state
 
 N, B, T = 2, 2, 8
@@ -77,16 +77,24 @@ def train_and_save(config: TrainConfig, workdir: Path) -> tuple[TrainState, Trai
         (1, 4, 29, "the vocabulary is padded to 128 tokens, before 29"),
     ],
 )
-def test_restoring_with_other_stages_preserves_state_and_training(tmp_path, before, after, vocab_size, words):
-    saved, end, losses = train_and_save(config_of(before, vocab_size), tmp_path)
+def test_restoring_with_other_stages_preserves_the_state(tmp_path, before, after, vocab_size, words):
+    kept = saved(tmp_path, config_of(before, vocab_size))
     config = config_of(after, vocab_size)
     programs = programs_of(config)
     with Checkpointer(tmp_path, config) as checkpoints:
-        state, changed = elastic.restore(checkpoints.open(SAVED), config, programs)
+        state, changed = elastic.restore(checkpoints.open(3), config, programs)
     jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("sharding"), state, programs.state)
-    jax.tree.map(np.testing.assert_array_equal, unpadded(state, vocab_size), unpadded(saved, vocab_size))
+    jax.tree.map(np.testing.assert_array_equal, unpadded(state, vocab_size), unpadded(kept, vocab_size))
     assert changed == words
 
+
+def test_training_goes_on_alike_with_other_stages(tmp_path):
+    vocab_size = 136
+    _, end, losses = train_and_save(config_of(4, vocab_size), tmp_path)
+    config = config_of(2, vocab_size)
+    programs = programs_of(config)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        state, _ = elastic.restore(checkpoints.open(SAVED), config, programs)
     mine, my_losses = train(programs, state, SAVED + 1, LAST)
     np.testing.assert_allclose(my_losses, losses, rtol=1e-5)
     jax.tree.map(
@@ -101,16 +109,16 @@ def test_restoring_with_other_stages_keeps_the_windows_of_a_modulo_format(tmp_pa
         config = config_of(num_stages, 130)
         return dataclasses.replace(config, outer=dataclasses.replace(config.outer, wire="modulo4"))
 
-    saved, _, losses = train_and_save(windowed(1), tmp_path)
+    before, _, losses = train_and_save(windowed(1), tmp_path)
     config = windowed(2)
     programs = programs_of(config)
     with Checkpointer(tmp_path, config) as checkpoints:
         state, changed = elastic.restore(checkpoints.open(SAVED), config, programs)
     assert changed == "the vocabulary is padded to 144 tokens, before 130"
-    assert state.outer is not None and saved.outer is not None
+    assert state.outer is not None and before.outer is not None
     differ = set()
     for path, mine in jax.tree.leaves_with_path(state.outer.windows):
-        theirs = functools.reduce(lambda tree, key: tree[key.key], path, saved.outer.windows)
+        theirs = functools.reduce(lambda tree, key: tree[key.key], path, before.outer.windows)
         kept = tuple(map(slice, theirs.shape))
         np.testing.assert_array_equal(mine[kept], theirs)
         assert np.count_nonzero(mine) == np.count_nonzero(theirs)
