@@ -14,7 +14,7 @@ from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, 
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 from support import tiny_model
-from support.checkpoints import positions, programs_of, saved
+from support.checkpoints import positions, programs_of, random_state, saved
 from support.initial import initial_state
 
 N, B, T = 2, 2, 8
@@ -102,14 +102,19 @@ def test_restoring_with_other_stages_keeps_the_windows_of_a_modulo_format(tmp_pa
         config = config_of(num_stages, 130)
         return dataclasses.replace(config, outer=dataclasses.replace(config.outer, wire="modulo4"))
 
-    before, config = saved(tmp_path, windowed(1)), windowed(2)
+    state, rng = random_state(programs_of(windowed(1)).state), np.random.default_rng(0)
+    assert state.outer is not None
+    windows: Any = jax.tree.map(lambda x: rng.integers(1, 200, x.shape).astype(x.dtype), state.outer.windows)
+    with Checkpointer(tmp_path, windowed(1)) as checkpoints:
+        checkpoints.save(SAVED, state._replace(outer=state.outer._replace(windows=windows)), positions(N))
+    config = windowed(2)
     with Checkpointer(tmp_path, config) as checkpoints:
-        state, changed = elastic.restore(checkpoints.open(3), config, programs_of(config))
+        state, changed = elastic.restore(checkpoints.open(SAVED), config, programs_of(config))
     assert changed == "the vocabulary is padded to 144 tokens, before 130"
-    assert state.outer is not None and before.outer is not None
+    assert state.outer is not None
     differ = set()
     for path, mine in jax.tree.leaves_with_path(state.outer.windows):
-        theirs = functools.reduce(lambda tree, key: tree[key.key], path, before.outer.windows)
+        theirs = functools.reduce(lambda tree, key: tree[key.key], path, windows)
         kept = tuple(map(slice, theirs.shape))
         np.testing.assert_array_equal(mine[kept], theirs)
         assert np.count_nonzero(mine) == np.count_nonzero(theirs)

@@ -31,10 +31,7 @@ def random_state(like: TrainState) -> TrainState:
     rng = np.random.default_rng(0)
 
     def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
-        if np.issubdtype(x.dtype, np.floating):
-            values = rng.normal(size=x.shape)
-        else:  # windows are bytes, and counters are equal
-            values = rng.integers(1, 200, x.shape) if x.dtype == np.uint8 else np.full(x.shape, 7)
+        values = rng.normal(size=x.shape) if np.issubdtype(x.dtype, np.floating) else np.full(x.shape, 7)
         return jax.device_put(values.astype(x.dtype), x.sharding)
 
     return jax.tree.map(draw, like)
