@@ -112,15 +112,6 @@ def test_padding_before_or_between_tokens_is_moved_behind_them(tmp_path):
         np.testing.assert_array_equal(batch["segment_ids"][0], padding_last(its_mask, its_mask))
 
 
-def test_padding_of_rows_that_do_not_fill_sequences_is_dropped(tmp_path):
-    rows, mask = masked_rows()
-    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
-    inputs, labels = all_of_validation(config_for(5), tmp_path)
-    tokens = rows[mask > 0]
-    np.testing.assert_array_equal(inputs.ravel()[: len(tokens)], tokens)
-    assert (inputs.ravel()[len(tokens) :] == 0).all() and (labels.ravel()[len(tokens) :] == -100).all()
-
-
 def test_longer_rows_are_split_and_parts_of_only_padding_are_left_out(tmp_path):
     rows, mask = masked_rows()
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
