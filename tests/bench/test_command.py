@@ -33,7 +33,6 @@ def sigterm():
         (["--data_seconds=-1"], "--data_seconds=-1 is no time"),
         (["--compile_only", "--profile=there"], "--profile traces steps and --compile_only takes none"),
         (["--json=missing/b.json"], "there is no folder missing"),
-        (["--step=3"], "unknown argument '--step=3': did you mean '--steps'?"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_is_measured(arguments, message, config_file, monkeypatch):

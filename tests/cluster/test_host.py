@@ -11,9 +11,10 @@ import jax
 import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
-from noloco_jax.cluster.host import num_cpu_devices, use_cpu_cores, use_gpu_memory
+from noloco_jax.cluster.host import find_devices, num_cpu_devices, use_cpu_cores, use_gpu_memory
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.cores import usable_memory
+from noloco_jax.errors import UserError
 from noloco_jax.spmd.background import training_devices
 from support.paths import ROOT
 from support.platforms import EIGHT_CPUS
@@ -203,30 +204,34 @@ def test_usable_memory_is_what_the_control_groups_leave_of_the_machines(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("variables", "line"),
+    ("platform", "line"),
     [
-        ({"JAX_PLATFORMS": "cuda"}, "error: JAX_PLATFORMS=cuda cannot be used here (JAX finds no such device)"),
-        ({"JAX_PLATFORMS": "nosuch"}, "error: JAX_PLATFORMS=nosuch cannot be used here (RuntimeError: Unable to init"),
-        ({"XLA_FLAGS": "--xla_nosuch=1"}, "error: XLA_FLAGS has flags that XLA does not know: --xla_nosuch=1; correct"),
-        ({"JAX_NUMPY_DTYPE_PROMOTION": "strict"}, "error: JAX_NUMPY_DTYPE_PROMOTION=strict is set, and the programs"),
-        ({"JAX_TRANSFER_GUARD": "disallow"}, "error: JAX_TRANSFER_GUARD=disallow is set, and batches"),
-        ({"JAX_ENABLE_X64": "True"}, "error: JAX_ENABLE_X64=True is set, and the programs compute in 32 bits"),
+        ("cuda", "error: JAX_PLATFORMS=cuda cannot be used here (JAX finds no such device)"),
+        ("nosuch", "error: JAX_PLATFORMS=nosuch cannot be used here (RuntimeError: Unable to init"),
     ],
-    ids=lambda value: next(iter(value)) + "=" + next(iter(value.values())) if isinstance(value, dict) else "",
 )
-def test_a_variable_that_stops_jax_is_named_in_one_line(variables, line, tmp_path):
-    if variables == {"JAX_PLATFORMS": "cuda"} and Path("/dev/nvidiactl").exists():
+def test_a_platform_that_is_not_here_is_named_in_one_line(platform, line, tmp_path):
+    if platform == "cuda" and Path("/dev/nvidiactl").exists():
         pytest.skip("a GPU is here")
-    command = [
-        sys.executable,
-        "-m",
-        "noloco_jax.train",
-        "--config=configs/quickstart.py",
-        f"--workdir={tmp_path / 'run'}",
-    ]
+    command = [sys.executable, "-m", "noloco_jax.train", "--config=configs/quickstart.py", f"--workdir={tmp_path}/run"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    environment = {**inherited, "JAX_PLATFORMS": "cpu", **variables}
+    environment = inherited | {"JAX_PLATFORMS": platform}
     done = subprocess.run([*command, "--dry_run"], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (told,) = [one for one in done.stderr.splitlines() if not one.startswith("WARNING:")]
     assert told.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("XLA_FLAGS", "--xla_nosuch=1", "^XLA_FLAGS has flags that XLA does not know: --xla_nosuch=1; correct"),
+        ("JAX_NUMPY_DTYPE_PROMOTION", "strict", "^JAX_NUMPY_DTYPE_PROMOTION=strict is set, and the programs"),
+        ("JAX_TRANSFER_GUARD", "disallow", "^JAX_TRANSFER_GUARD=disallow is set, and batches"),
+        ("JAX_ENABLE_X64", "True", "^JAX_ENABLE_X64=True is set, and the programs compute in 32 bits"),
+    ],
+)
+def test_a_variable_that_stops_the_programs_is_named(name, value, message, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        find_devices()

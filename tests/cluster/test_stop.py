@@ -38,7 +38,7 @@ from noloco_jax.cluster.stop import Stop
 with Stop(OneProcess()) as stop:
     stop.current = "step 7"
     threading.Timer(0.3, os.kill, (os.getpid(), {int(number)})).start()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
     print("handlers may run", flush=True)
 """
     command = [sys.executable, "-c", program]

@@ -102,8 +102,14 @@ def test_encoded_messages_to_all_send_their_bytes_once(method, outer, kinds, mes
     assert bytes_sent_of(config, config_mesh(config)).outer_step == sent > 0
 
 
-@pytest.mark.parametrize("program", ["inner_step", "outer_step"])
-@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2}, {"stage": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("program", "mesh"),
+    [
+        ("inner_step", {"fsdp": 2, "tensor": 2}),
+        ("inner_step", {"stage": 2, "tensor": 2}),
+        ("outer_step", {"fsdp": 2, "tensor": 2}),
+    ],
+)
 def test_xla_adds_no_collective_across_replicas(program, mesh):
     """Only messages between stages and those of outer steps cross; what XLA adds stays inside a replica."""
     found = across(compiled(config_of("noloco", 2, model=LLAMA, **mesh), program))

@@ -198,7 +198,6 @@ def test_jobs_share_the_visible_gpus_and_their_memory(environment, jobs, gpus, m
         ),
         (["@nowhere.txt"], ["@nowhere.txt", "a file of flags"]),
         (["--jobs=0"], ["--jobs=0"]),
-        (["--workdr=x"], ["--workdr", "did you mean '--workdir'"]),
     ],
 )
 def test_bad_input_is_an_error_of_one_line_before_anything_is_written(config_file, tmp_path, flags, named):

@@ -104,13 +104,6 @@ def test_more_replicas_than_documents_are_refused(tmp_path, kind):
         open_streams(config, 7)
 
 
-def test_empty_files_leave_no_replica_without_documents(tmp_path):
-    write_c4(tmp_path, [["0 5", "5 5"], [], []])
-    config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", sequence_length=2, batch_size=1)
-    first, second = open_streams(replace(config, add_bos=False, add_eos=False), 2)
-    assert {int(next(stream)["input_ids"][0, 0]) for stream in (first, second)} == {0, 5}
-
-
 def test_a_replica_without_documents_is_refused(tmp_path, monkeypatch):
     write_c4(tmp_path, [["0 5", "5 5"], []])
     monkeypatch.setattr(JsonLinesSource, "file_lengths", lambda _: [FileLength(2, 80, False)] * 2)

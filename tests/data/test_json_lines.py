@@ -218,12 +218,6 @@ def test_unreadable_documents_are_counted_rather_than_listed(tmp_path, capfd):
     assert len(told) == 3 and "100 unreadable documents so far" in told[2]
 
 
-def test_a_first_line_without_text_is_refused(tmp_path):
-    (tmp_path / "0.jsonl").write_text('{"txt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(UserError, match=r"line 1 .*its fields are \['txt'\]\): give data\.text_column"):
-        check_data(config_for(tmp_path, validation_path="elsewhere"))
-
-
 START = LinePosition(0, 0, 0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
 from noloco_jax.data import RunData, Stream, redistribute
-from noloco_jax.data.mixture import Mixture, configs_by_source, mixture_of
+from noloco_jax.data.mixture import Mixture, configs_by_source
 from noloco_jax.data.positions import DataPosition, shard_start
 from noloco_jax.errors import UserError
 from support.data_makers import (
@@ -104,23 +104,6 @@ def test_weights_are_shares_of_tokens_whatever_the_document_lengths(tmp_path):
         tokens = np.concatenate([batch["input_ids"].ravel() for batch in take(stream, 300)])
         assert abs(int((tokens < 200_000).sum()) - 0.75 * len(tokens)) <= 3 * 16
         stream.close()
-
-
-def test_replica_i_stands_i_places_further_in_the_order_than_replica_0(tmp_path):
-    config, _ = write_mixture(tmp_path)
-    order = mixture_of(config)
-    for replica, stream in enumerate(open_streams(replace(config, batch_size=6), 5)):
-        found = [group_of(row[0]) for row in next(stream)["input_ids"]]
-        assert found == [order.source_at(replica + place) for place in range(6)]
-
-
-def test_each_source_is_read_as_if_it_were_the_only_one(tmp_path):
-    config, _ = write_mixture(tmp_path)
-    mixed = sequences(take(open_streams(config, 2, seed=3)[1], 60))
-    for group, alone in configs_by_source(config).items():
-        expected = sequences(take(open_streams(replace(alone, batch_size=1), 2, seed=3)[1], 90))
-        found = [sequence for sequence in mixed if group_of(sequence[0][0]) == group]
-        assert len(found) > 5 and found == expected[: len(found)]
 
 
 def test_a_mixture_resumes_bitwise_at_any_position(tmp_path):

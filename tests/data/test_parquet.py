@@ -112,15 +112,6 @@ def test_padding_before_or_between_tokens_is_moved_behind_them(tmp_path):
         np.testing.assert_array_equal(batch["segment_ids"][0], padding_last(its_mask, its_mask))
 
 
-def test_padding_of_rows_that_do_not_fill_sequences_is_dropped(tmp_path):
-    rows, mask = masked_rows()
-    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
-    inputs, labels = all_of_validation(config_for(5), tmp_path)
-    tokens = rows[mask > 0]
-    np.testing.assert_array_equal(inputs.ravel()[: len(tokens)], tokens)
-    assert (inputs.ravel()[len(tokens) :] == 0).all() and (labels.ravel()[len(tokens) :] == -100).all()
-
-
 def test_longer_rows_are_split_and_parts_of_only_padding_are_left_out(tmp_path):
     rows, mask = masked_rows()
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
@@ -129,17 +120,6 @@ def test_longer_rows_are_split_and_parts_of_only_padding_are_left_out(tmp_path):
     np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k])[t : t + 4] for k, t in kept])
     expected = [padding_last(labels_by_hand(rows[k], mask[k]), mask[k]) for k in range(4)]
     np.testing.assert_array_equal(labels, [expected[k][t : t + 4] for k, t in kept])
-
-
-def test_shorter_rows_of_any_length_are_packed_with_their_labels(tmp_path):
-    lengths = [3, 0, 11, 5, 1, 9]
-    rows = [np.arange(n) + 100 * k for k, n in enumerate(lengths)]
-    write_rows(tmp_path / "0.parquet", {"input_ids": rows, "label": [row + 1 for row in rows]})
-    inputs, labels = all_of_validation(config_for(7), tmp_path)
-    tokens = np.concatenate(rows)
-    np.testing.assert_array_equal(inputs.ravel()[: len(tokens)], tokens)
-    np.testing.assert_array_equal(labels.ravel()[: len(tokens)], tokens + 1)
-    assert (labels.ravel()[len(tokens) :] == -100).all()
 
 
 def test_hugging_face_labels_are_shifted_within_their_row(tmp_path):
@@ -223,11 +203,6 @@ def test_ids_alone_are_labelled_by_the_next_of_their_row(tmp_path):
     inputs, labels = all_of_validation(config_for(8), tmp_path)
     np.testing.assert_array_equal(inputs, rows)
     np.testing.assert_array_equal(labels, [[*row[1:], -100] for row in rows.tolist()])
-
-
-def test_text_is_read_beside_ids_without_labels(tmp_path):
-    pq.write_table(pa.table({"input_ids": [[1, 2], [3, 4]], "text": ["a", "b"]}), tmp_path / "0.parquet")
-    assert needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +292,7 @@ def test_text_that_is_not_utf8_is_read_with_replacements(tmp_path, kind):
 def test_text_needs_a_tokenizer_and_tokens_need_none(tmp_path):
     write_rows(tmp_path / "tokens" / "0.parquet", {"input_ids": [[1, 2]] * 4, "labels": [[1, 2]] * 4})
     (tmp_path / "text").mkdir()
-    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "text" / "0.parquet")
+    pq.write_table(pa.table({"input_ids": [[1], [3]], "text": ["a", "b"]}), tmp_path / "text" / "0.parquet")
     assert not needs_tokenizer(replace(config_for(2), path=str(tmp_path / "tokens")))
     assert needs_tokenizer(replace(config_for(2), path=str(tmp_path / "text")))
     with pytest.raises(UserError, match=r"holds text in .*text/0\.parquet and tokens in .*tokens/0\.parquet"):

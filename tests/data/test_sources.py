@@ -122,10 +122,6 @@ def test_validation_files_are_not_trained_on_through_links(tmp_path, excluded):
         assert [os.path.relpath(file, snapshot) for file in found] == kept[excluded]
 
 
-def test_the_permutation_of_a_key_never_changes():
-    assert seeded_permutation(8, 0, 1).tolist() == [5, 4, 0, 7, 2, 3, 6, 1]
-
-
 class Numbers(WindowShuffledShard):
     """Shard of the documents 0 to 24."""
 

@@ -35,8 +35,13 @@ DESTINATIONS = {
 }
 
 
-@pytest.mark.parametrize("destinations", DESTINATIONS.values(), ids=DESTINATIONS)
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.uint8, np.int8])
+@pytest.mark.parametrize(
+    ("destinations", "dtype"),
+    [
+        *((destinations, np.float32) for destinations in DESTINATIONS.values()),
+        *((DESTINATIONS["all in pairs"], dtype) for dtype in (np.uint16, np.uint8, np.int8)),
+    ],
+)
 def test_sums_deliver_the_bits_of_every_array_to_its_destination(destinations, dtype):
     bits = np.random.default_rng(0).integers(0, 256, (DEVICES, 3, 5 * np.dtype(dtype).itemsize), dtype=np.uint8)
     values = bits.view(dtype)  # every pattern of bits: NaNs with their payloads, infinities, subnormal numbers, zeros

@@ -111,7 +111,3 @@ def test_the_running_mean_averages_a_centered_window_without_nans(window):
     around = [values[max(0, i - before) : i + after + 1] for i in range(len(values))]
     expected = [np.mean(part[~np.isnan(part)]) if not np.isnan(part).all() else np.nan for part in around]
     np.testing.assert_allclose(running_mean(values, window), np.array(expected), rtol=1e-12)
-
-
-def test_the_running_mean_of_only_nans_is_nan():
-    assert np.isnan(running_mean(np.full(3, np.nan), 3)).all()

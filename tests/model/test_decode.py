@@ -138,16 +138,6 @@ def test_sampling_draws_from_the_tempered_softmax_of_the_top_k(params):
     assert np.all(np.abs(counts_V - draws * expected_V) <= 4.5 * deviation_V)
 
 
-def test_sampling_is_a_function_of_its_key(params):
-    def sample(seed):
-        return np.asarray(
-            generate(CONFIG, params, PROMPTS_BP, max_new_tokens=8, temperature=3.0, key=jax.random.key(seed))
-        )
-
-    np.testing.assert_array_equal(sample(0), sample(0))
-    assert np.any(sample(0) != sample(1))
-
-
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the checkpoint of ../shared is not here")
 def test_a_trained_grouped_query_llama_reproduces_its_golden_story():
     config = ModelConfig(**huggingface.config_from_folder(STORIES))

@@ -269,7 +269,3 @@ def test_configs_in_the_form_before_transformers_5_are_read(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(entries))
     read = from_dict({"model": config_from_folder(tmp_path)}).model
     assert {field: getattr(read, field) for field in expected} == expected
-
-
-def test_heads_need_not_divide_the_hidden_size_with_an_explicit_head_dim():
-    assert from_dict({"model": {"hidden_size": 30, "num_heads": 4, "head_dim": 8}}).model.head_size == 8

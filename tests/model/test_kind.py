@@ -18,7 +18,7 @@ from noloco_jax.metrics.peaks import model_flops_per_token
 from noloco_jax.model import kind
 from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.llama import Llama
-from noloco_jax.spmd.sharding import check_fragments, fragments_of, parameter_spec
+from noloco_jax.spmd.sharding import fragments_of, parameter_spec
 from noloco_jax.spmd.stages import resize_vocabulary
 from support.model_makers import random_params
 from support.paths import ROOT
@@ -215,13 +215,6 @@ def test_muon_takes_matrices_but_no_embedding_head_bias_norm_or_router():
 def test_operations_are_counted_by_the_weights_of_the_matrices():
     config = from_dict({"model": dataclasses.asdict(OWN)})
     assert model_flops_per_token(config.model, 256) == 6 * (16 * 16 + 16 * 24)
-
-
-def test_fragments_that_do_not_divide_a_weight_are_refused_by_its_name():
-    mesh = {"replica": 1, "stage": 1, "fsdp": 2, "tensor": 1}
-    check_fragments(OWN, 8, mesh)
-    with pytest.raises(UserError, match=r"fragments=16 does not divide the weight answers, .* 2 parts of 8"):
-        check_fragments(OWN, 16, mesh)
 
 
 def test_equal_fragment_cuts_are_one_object_so_programs_compile_once():

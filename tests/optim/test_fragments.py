@@ -85,18 +85,6 @@ def test_an_outer_step_matches_the_oracle_on_its_fragment_and_changes_no_other(r
             assert_trees_close(state.rule.momentum[name], np.where(mask, momentum, before.momentum[name]))
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 8])
-def test_fragments_hold_every_element_once(count):
-    params = {"matrix": jnp.arange(48.0).reshape(6, 8), "vector": jnp.arange(7.0), "scalar": jnp.array(1.0)}
-    fragments = Fragments(count)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    total = zeros
-    for number in range(count):
-        part = fragments.take(params, jnp.int32(number))
-        total = jax.tree.map(jnp.add, total, fragments.put(zeros, part, jnp.int32(number)))
-    assert_trees_close(total, params)
-
-
 @pytest.mark.parametrize(("size", "count", "run"), [(2048, 8, 8), (768, 8, 4), (64, 2, 4), (32, 2, 2), (24, 3, 1)])
 @pytest.mark.parametrize("shape", [(-1, 2), (2, -1)], ids=["in rows", "in columns"])
 def test_a_fragment_holds_every_f_th_run_of_neighbours(size, count, run, shape):

@@ -97,7 +97,6 @@ def test_islands_accept_what_is_recommended_to_them(capsys, tmp_path, monkeypatc
         (["--islands", "--delay=2"], "--delay=2 is not for --islands: give --delay=0"),
         (["--islands", "--method=diloco"], "--method=diloco is not for --islands: give --method=noloco"),
         (["--replica=4"], "unknown argument '--replica=4': did you mean '--replicas'?"),
-        (["--sync-every=4"], "unknown argument '--sync-every=4': did you mean '--sync_every'?"),
         (["--config.seed=4"], "--config.seed=4 changes a config file: give it by --config=FILE"),
     ],
 )

@@ -29,11 +29,6 @@ def test_warmup_stable_decay_is_level_and_falls_linearly_at_the_end():
     np.testing.assert_allclose(rates("wsd", 20), expected, rtol=1e-6)
 
 
-def test_a_longer_run_with_a_level_schedule_begins_as_the_shorter_one():
-    for schedule, until in (("constant", 20), ("wsd", 16)):
-        np.testing.assert_array_equal(rates(schedule, 20)[:until], rates(schedule, 40)[:until])
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
 def test_at_step_sets_the_optimizers_position_in_the_schedule(optimizer):
     """Past the end of a schedule that decays to 0, no parameter moves, however few steps were taken."""

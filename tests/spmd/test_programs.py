@@ -85,11 +85,6 @@ def test_merging_gives_every_replica_the_plain_mean(replicas):
         np.testing.assert_allclose(mean, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_the_spread_is_the_root_mean_square_distance_from_the_mean(replicas):
-    programs, params, placed = replicas
-    assert float(programs.spread(placed)) == pytest.approx(replica_spread(jax.tree.leaves(params)), rel=1e-6)
-
-
 def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
     """Six batches over four replicas: two replicas have one fewer. The oracle is each replica's own loss."""
     programs, params, placed = replicas
