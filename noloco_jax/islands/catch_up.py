@@ -67,7 +67,7 @@ class State(Protocol):
         """Return a received state; raise `ProtocolError` where it is not finite, or far from the own weights."""
         ...
 
-    def take_state(self, state: CaughtUp) -> None:
+    def take_state(self, state: CaughtUp, /) -> None:
         """Continue from this state between two later steps."""
         ...
 
@@ -267,5 +267,5 @@ class CatchUp:
 
     def _round_seconds(self, found: Iterable[pb.Status]) -> float:
         """Return the usual duration of a round: the own one, or what most tell."""
-        told = [one.timing.round_seconds for one in found if one.timing.round_seconds > 0]
+        told = [one.round_seconds for one in found if one.round_seconds > 0]
         return self._node.pace.round_seconds() or (statistics.median(told) if told else 0.0)

@@ -52,7 +52,7 @@ class Copies:
         run: Callable[..., Awaitable[Any]],
         take_state: Callable[[CaughtUp], None],
     ):
-        self._node, self._forms, self._run, self._take_state = node, forms, run, take_state
+        self._node, self._forms, self._run, self.take_state = node, forms, run, take_state
         self._lock = threading.Lock()
         self._wanted: list[_Wanted] = []
         self._encoded: tuple[int, Any, bytes] | None = None  # kind, phase, bytes
@@ -103,9 +103,6 @@ class Copies:
             own = await self._copy(numbers)
             await self._run(_check_distance, *([x[n] for n in numbers] for x in (own.leaves, leaves)))
         return CaughtUp(position.round, position.step, leaves)
-
-    def take_state(self, state: CaughtUp) -> None:
-        self._take_state(state)
 
     async def _copy(self, numbers: Sequence[int]) -> Given:
         wanted = _Wanted(tuple(numbers), asyncio.get_running_loop().create_future())

@@ -47,9 +47,8 @@ class Island:
             merged = island.merge(params)
 
     It trains like an island of `python -m noloco_jax.island train`: nobody waits for a peer, and corrections enter when
-    they have arrived. An island that was away continues from a peer's weights, with `rest` as given to `begin` where it
-    holds arrays of the weights' shapes (moments, and what lies beside them), and takes shorter steps at first. All
-    other parts of `rest` are then the peer's.
+    they have arrived. An island that was away continues from a peer's weights and `rest`, and takes shorter steps at
+    first.
 
     Args:
       roster: path of the roster, the same for all islands, or a `Roster`; or the `members.json` that
@@ -130,7 +129,7 @@ class Island:
         finally:
             self._lock.__exit__(*error)
 
-    def begin(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
+    def begin(self, params: PyTree, rest: PyTree = (), fresh: PyTree = False) -> tuple[PyTree, PyTree, int]:
         """Join the peers and return the state to train from: the newest checkpoint's, a peer's, or the one given.
 
         It is called once, before the first `step`, and waits until the island may train: from its checkpoint, from a
@@ -140,6 +139,9 @@ class Island:
           params: weights to average, real arrays of JAX (under any sharding of this process) or NumPy. All islands
             give the same values, from one seed: an island that begins with others is refused.
           rest: what travels with them, such as the optimizer's state: arrays, numbers, random keys.
+          fresh: what of `rest` begins anew with these values where the weights are a peer's, instead of being sent:
+            True, False, or a tree of both that begins like `rest`. Name moments with their counter, as Adam's first
+            updates are several times too large with fresh moments and a counter of many steps.
 
         Returns:
           params, rest, and the inner steps that they have behind them.
@@ -147,11 +149,11 @@ class Island:
         Raises:
           UserError: if the checkpoint is damaged or of other arrays, if the island's name or address is in use, if most
             of the others refuse it, or if it has no weights and the others have finished and gone.
-          ValueError: for leaves of other types, or if it was called before.
+          ValueError: for leaves of other types, another `fresh`, or if it was called before.
         """
         if self._link is not None:
             raise ValueError("the island has begun already: call begin once, before the first step")
-        self._state = own = OwnState(self._outer, params, rest)
+        self._state = own = OwnState(self._outer, params, rest, fresh)
         steps, schedule = self._outer.steps, self._outer.steps.schedule
         self._checkpoints = OwnCheckpoints(self._workdir, own.saved_specs, self._keep)
         state, step, saved = self._start(params, rest)

@@ -31,7 +31,7 @@ from noloco_jax.islands.exchange import (
 )
 from noloco_jax.islands.interfaces import PATIENCE, RoundOutcome, Stream
 from noloco_jax.islands.peer_table import PeerTable
-from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_hello, check_timing
+from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_hello, check_round, check_timing
 
 MAX_DELAY = 2.0  # seconds that a frame may be on its way, as far as pace is concerned
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # before a broken exchange is dialled again
@@ -207,8 +207,8 @@ class Meetings:
             if dialled is not None:
                 dialled, peer.delay = None, min((_now() - dialled) / 2, MAX_DELAY)
             if frame.HasField("no"):
-                check_timing(frame.no.timing)
-                node.hear(peer.name, frame.no.timing.round)
+                check_round(frame.no.round)
+                node.hear(peer.name, frame.no.round)
                 node.take_news(peer.name, frame.no.roster_version)
             elif frame.HasField("accept"):
                 check_timing(frame.accept.timing)
@@ -234,7 +234,7 @@ class Meetings:
             except ProtocolError as error:
                 self._broken(peer, error)
             except ConnectionLost as error:
-                self._log_silence(peer, str(error))
+                node.tell_of(peer.name, "silence", f"{peer.name}: {error}")
             else:
                 if meeting.state is not State.UNSURE:  # a Done for what was never received
                     self._broken(peer, ProtocolError("a commit that was not due"))
@@ -256,9 +256,8 @@ class Meetings:
             incarnation=node.incarnation,
             identity=node.digest,
             tokens=meeting.attempt.tokens,
-            timing=node.timing(meeting.round),
+            timing=node.pace.timing(meeting.round, _now()),
             roster_version=node.roster.version,
-            address=node.told_address,
             num_held=meeting.attempt.num_held,
             held_of=meeting.attempt.incarnation,
         )
@@ -266,11 +265,11 @@ class Meetings:
     def _dials(self, name: str, round: int) -> bool | None:
         """Return whether this island dials, rather than its partner; None: neither can."""
         node = self.node
-        mine, theirs = node.can_be_dialled(node.name), node.can_be_dialled(name)
+        members = [node.roster.member(one) for one in (node.name, name)]
+        mine, theirs = (one.address.can_be_dialled for one in members)
         if not (mine and theirs):
             return theirs if mine or theirs else None
-        ids = [node.roster.member(one).id for one in (node.name, name)]
-        return (ids[0] < ids[1]) is (round % 2 == 0)
+        return (members[0].id < members[1].id) is (round % 2 == 0)
 
     # The answering side.
 
@@ -287,7 +286,7 @@ class Meetings:
         is_news = False
         if peer is not None and hello.identity == node.digest:
             is_partner = node.partner(hello.round) == name
-            node.hear(name, hello.round if is_partner else -1, hello.incarnation, hello.address)
+            node.hear(name, hello.round if is_partner else -1, hello.incarnation)
             node.take_news(name, hello.roster_version)
             is_news = is_partner and hello.round == peer.round  # not of a round that it has long left behind
         if (done := self._finished.get((name, hello.incarnation, hello.round))) is not None:
@@ -303,7 +302,7 @@ class Meetings:
                 node.pace.meet(name, hello.round, hello.timing, came - peer.delay, _now())
         if refusal is not None:
             reason, text = refusal
-            no = pb.No(reason=reason, text=text, timing=node.timing(), roster_version=node.roster.version)
+            no = pb.No(reason=reason, text=text, round=node.round, roster_version=node.roster.version)
             await send(stream, pb.Frame(no=no))
             return
         meeting = self._open[hello.round]
@@ -313,7 +312,7 @@ class Meetings:
         accept = pb.Accept(
             incarnation=node.incarnation,
             tokens=attempt.tokens,
-            timing=node.timing(hello.round),
+            timing=node.pace.timing(hello.round, _now()),
             roster_version=node.roster.version,
         )
 
@@ -478,12 +477,6 @@ class Meetings:
             self._told_slow = True
             to = f" to {min(node.peers)}" if len(node.peers) == 1 else f" of {node.name}"
             node.tell(f"the link{to} carries {share:.2g} of what is sent: {node.advice(share)}")
-
-    def _log_silence(self, peer: Peer, reason: str) -> None:
-        """Tell once that a peer does not answer, until it is heard again."""
-        if peer.told_silence != (reason, peer.heard):
-            peer.told_silence = reason, peer.heard
-            self.node.tell_of(peer.name, "silence", f"{peer.name}: {reason}")
 
 
 def _now() -> float:

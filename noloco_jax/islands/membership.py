@@ -36,7 +36,6 @@ class Membership:
         has time for, see `pace.py`. A message's weight is its number of inner steps.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
       listen: the address to listen at; None: that in the roster.
-      address: a new address at which the others reach it.
     """
 
     roster: Roster
@@ -45,12 +44,11 @@ class Membership:
     pace: str = "steps"
     linger: float = 600.0
     listen: Address | None = None
-    address: Address | None = None
 
     def __str__(self) -> str:
         """Return a line for the banner, without secrets."""
         security = "no TLS" if self.credentials is None else "mutual TLS"
-        names, address = self.roster.names, self.address or self.roster.member(self.name).address
+        names, address = self.roster.names, self.roster.member(self.name).address
         place = f"island {names.index(self.name) + 1} of {len(names)} in the run {self.roster.run}"
         return f"{self.name}, {place}, at {address}, {security}"
 

@@ -97,7 +97,7 @@ class NetworkThread:
         parse = None if authority is None else partial(parse_document, run=plan.roster.run, authority=authority)
         self.node = Node(plan, self.dialler, self, self.pace, parse)
         self.copies = Copies(self.node.view, plan.forms, self.run, self._arriving.append)
-        self._listener = Listener(self.node, self._give, lambda: self.node.view.roster, plan.credentials)
+        self._listener = Listener(self.node, self._give, plan.credentials)
 
     # Start and end.
 
@@ -215,20 +215,6 @@ class NetworkThread:
         specs = self._plan.forms.weights
         return (await fetch(self.dialler, peer, specs, self._plan.workdir, seconds, more=more, last=True))[0]
 
-    # From any thread, without waiting: what peers have told so far.
-
-    def finished(self) -> list[str]:
-        """Return the members that have taken their last step."""
-        return self.node.finished()
-
-    def unfinished(self) -> list[str]:
-        """Return the members that are not known to have taken their last step, and may still take it."""
-        return self.node.unfinished()
-
-    def unmerged(self, names: Sequence[str]) -> list[str]:
-        """Return the peers among these that may still want the last weights."""
-        return self.node.unmerged(names)
-
     def ask(self, names: Sequence[str], seconds: float) -> None:
         """Begin to ask peers where they are."""
         self._asking = self.submit(self.node.view.ask(names, seconds))
@@ -270,8 +256,7 @@ class NetworkThread:
 
     async def _open(self) -> None:
         plan, credentials = self._plan, self._plan.credentials
-        own = plan.roster.member(plan.name)
-        address = plan.address or own.address
+        address = plan.roster.member(plan.name).address
         if address.can_be_dialled:
             await self._check_alone()
         if address.can_be_dialled or plan.listen:

@@ -101,6 +101,8 @@ class Node:
         view.world.outcome(RoundOutcome(round, donor, "caught up"))
         view.notify()
 
+    # From any thread, without waiting: what peers have told so far.
+
     def finished(self) -> list[str]:
         """Return the members that have taken their last step."""
         return [peer.name for peer in self._active() if peer.phase in FINISHED]
@@ -116,9 +118,7 @@ class Node:
         peers = [known[name] for name in names if name in known]
         return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
 
-    def end_of(self, name: str) -> str:
-        """Return why an island is a member no more, see `PeerTable.end_of`."""
-        return self.view.end_of(name)
+    # The peers' side.
 
     async def greeted(self, name: str, greeting: pb.Greeting) -> pb.Status:
         """Answer a greeting of an island or a command; `name` is that of the caller's certificate."""
@@ -129,18 +129,18 @@ class Node:
         wrong, peer = "", view.peers.get(name)
         if peer is not None and greeting.identity:
             peer.wrong = wrong = difference(view.identity, greeting.identity, name)
-            view.hear(name, incarnation=greeting.incarnation, address=greeting.address)
+            view.hear(name, incarnation=greeting.incarnation)
             if greeting.incarnation == peer.incarnation:  # not one of an earlier start
                 view.hear_phase(name, greeting.phase)
             view.take_news(name, greeting.roster_version)
         elif peer is not None and greeting.phase in (pb.Status.GONE, pb.Status.MERGED):  # its launcher tells it
             view.hear(name, 0)
             view.hear_phase(name, greeting.phase)
-        if greeting.until_ready:
+        if greeting.hold_seconds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(greeting.hold_seconds):
                     await view.until(lambda: view.phase != pb.Status.STARTING)
-        if ended := self.end_of(name):
+        if ended := view.end_of(name):
             status = pb.Status(wrong=ended, roster_version=view.roster.version)
         else:
             status = self.status(for_people=not greeting.identity)
@@ -189,7 +189,7 @@ class Node:
             partner=(view.partner(view.round) or "") if view.round >= 0 else "",
             roster_version=view.roster.version,
             num_members=len(view.roster.active(max(view.round, 0))),
-            timing=view.timing(),
+            round_seconds=view.pace.round_seconds(),
             num_rounds=self._num_rounds,
         )
         if not for_people:

@@ -5,19 +5,17 @@ training are behind `Network` and `TrainerCallbacks`; tests have both in memory,
 """
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.bounds import Distance
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.interfaces import Network, Plan, TrainerCallbacks
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_status, digest
-from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, parse_dialled, version_of
+from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, version_of
 
 TOLD_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
 ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster
@@ -80,25 +78,13 @@ class PeerTable:
 
     # Peers.
 
-    def hear(self, name: str, round: int = -1, incarnation: int = 0, address: str | None = None) -> None:
-        """Learn what a peer tells of itself; -1, 0 and None stand for what it does not tell.
-
-        An empty address stands for that in the roster.
-        """
+    def hear(self, name: str, round: int = -1, incarnation: int = 0) -> None:
+        """Learn what a peer tells of itself; -1 and 0 stand for what it does not tell."""
         peer = self.peers[name]
-        peer.heard, peer.silent = self._now(), 0
+        peer.silent = 0
         if incarnation > peer.incarnation:
             peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
         peer.round = max(peer.round, round)
-        if address is None:
-            return
-        with contextlib.suppress(UserError):  # a text that is no address
-            dialled = parse_dialled(address) if address else None
-            if dialled != peer.address:
-                peer.address = dialled
-                there = dialled or self.roster.member(name).address
-                self.tell_of(name, "address", f"{name} is at {there} from now on")
-                self._follow_addresses()
 
     def hear_phase(self, name: str, phase: Any) -> None:
         """Learn a peer's phase: it ends once, and for good until a later start, so that what comes late is ignored."""
@@ -131,7 +117,7 @@ class PeerTable:
             self.peers[name].wrong = status.wrong[:300]
             if not status.wrong:
                 found[name] = status
-                is_known = status.timing.round_seconds or status.phase in FINISHED
+                is_known = status.round_seconds or status.phase in FINISHED
                 self.hear(name, status.round if is_known else -1, status.incarnation)
                 self.hear_phase(name, status.phase)
                 self.take_news(name, status.roster_version)
@@ -147,24 +133,9 @@ class PeerTable:
             identity=self.identity,
             incarnation=self.incarnation,
             roster_version=self.roster.version,
-            address=self.told_address,
             phase=self.phase,
             **fields,
         )
-
-    def timing(self, round: int | None = None) -> pb.Timing:
-        """Return what to tell of a round's end; None: of the last one's."""
-        return self.pace.timing(max(self.round, 0) if round is None else round, self._now())
-
-    @property
-    def told_address(self) -> str:
-        """This island's address where it is another than in the roster, otherwise an empty text."""
-        return "" if self._plan.address is None else str(self._plan.address)
-
-    def can_be_dialled(self, name: str) -> bool:
-        """Return whether this island, or a peer, has an address."""
-        told = self._plan.address if name == self.name else self.peers[name].address
-        return (told or self.roster.member(name).address).can_be_dialled
 
     # The roster.
 
@@ -173,11 +144,7 @@ class PeerTable:
         self.roster = roster
         names = [name for name in roster.names if name != self.name and not roster.is_over(name, self.round)]
         self.peers = {name: self.peers.get(name) or Peer(name) for name in names}
-        self._follow_addresses()
-
-    def _follow_addresses(self) -> None:
-        told = {peer.name: peer.address for peer in self.peers.values() if peer.address is not None}
-        self.network.follow(self.roster, told)
+        self.network.follow(roster)
 
     def take_roster(self, document: bytes, teller: str) -> None:
         """Take a newer roster that the run's authority has signed; ignore others."""

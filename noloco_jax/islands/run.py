@@ -31,7 +31,7 @@ from noloco_jax.islands.network import NetworkPlan, NetworkThread, is_done
 from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.payload import StateCodec, codec_of, specs_of
 from noloco_jax.islands.programs import LocalPrograms, at_rest, build_local, compile_local
-from noloco_jax.islands.roster import parse_address, parse_dialled
+from noloco_jax.islands.roster import parse_address
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.metrics.evaluate import evaluate_alone
@@ -71,7 +71,6 @@ def train_island(config: TrainConfig, place: ProcessRank | None, flags: argparse
         flags.pace,
         flags.linger,
         None if flags.listen is None else parse_address(flags.listen),
-        None if flags.address is None else parse_dialled(flags.address),
     )
     member.check(config)
     use_gpu_memory()
@@ -205,7 +204,6 @@ def link_plan(
         details=json.dumps({"config": to_dict(config), "tokenizer": tokenizer}, default=str),
         advice=partial(settings_that_fit, config.outer.wire, config.outer.sync_every),
         listen=member.listen,
-        address=member.address,
     )
 
 

@@ -41,7 +41,7 @@ async def begin(node: PeerTable, catch_up: CatchUp, has_weights: bool, began_bef
     while True:
         waits = now() < start + TOGETHER_SECONDS
         names = sample(node, last=[name for name, one in heard.items() if one.phase != pb.Status.STARTING])
-        found = await node.ask(names, until_ready=waits, hold_seconds=8.0 if waits else 0.0)
+        found = await node.ask(names, hold_seconds=8.0 if waits else 0.0)
         _check_refusals(node)
         heard = {name: status for name, status in (heard | found).items() if name in node.peers}
         heard = {name: status for name, status in heard.items() if name in found or name not in names}

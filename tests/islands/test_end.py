@@ -101,7 +101,7 @@ async def test_a_peer_that_may_have_gone_is_asked_for_its_weights_for_half_a_min
         raise ConnectionLost("nobody listens there")
 
     now = asyncio.get_running_loop().time
-    link: Any = SimpleNamespace(fetch=fetch, unmerged=lambda names: unmerged)
+    link: Any = SimpleNamespace(fetch=fetch, node=SimpleNamespace(unmerged=lambda names: unmerged))
     steps: Any = SimpleNamespace(link=link)
     merge = FinalMerge(steps, "paris", 600.0, lambda: False, print)
     assert await merge._fetch(link, "rome") == "nobody listens there"
@@ -155,6 +155,7 @@ class Waiting:
     def __init__(self, is_giving: bool = False):
         self.is_giving = is_giving
         self.told: list[Any] = []
+        self.node = self
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -201,12 +202,12 @@ def test_a_merge_that_is_told_to_stop_while_it_fetches_stops_within_a_second():
 def test_weights_are_served_for_the_time_given_and_twice_as_long_while_they_are_fetched(is_giving, seconds):
     steps = IslandSteps(Waiting(is_giving), *[None] * 3)  # type: ignore[arg-type]
     started = time.monotonic()
-    steps.serve_until(TrainState((), (), None), 800, 0.5, lambda: False, lambda link: link.unmerged(["rome"]))
+    steps.serve_until(TrainState((), (), None), 800, 0.5, lambda: False, lambda node: node.unmerged(["rome"]))
     assert time.monotonic() - started == pytest.approx(seconds, abs=0.4)
 
 
 def test_a_stop_is_heard_while_a_peer_does_not_answer():
     steps, started = IslandSteps(Waiting(), *[None] * 3), time.monotonic()  # type: ignore[arg-type]
     is_stopping = lambda: time.monotonic() > started + 0.3  # noqa: E731
-    steps.serve_until(TrainState((), (), None), 800, 600.0, is_stopping, lambda link: link.unmerged(["rome"]))
+    steps.serve_until(TrainState((), (), None), 800, 600.0, is_stopping, lambda node: node.unmerged(["rome"]))
     assert time.monotonic() - started < 1.3

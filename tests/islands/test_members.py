@@ -83,25 +83,17 @@ async def _weights(run: RosterAndKeys) -> list[pb.WeightsFrame]:
         await dialler.close()
 
 
-def test_a_member_that_moves_tells_the_others_itself(run, tmp_path):
+def test_a_member_moves_to_an_address_that_is_signed(run, tmp_path):
     path, keys = run
     paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)
     with training(paris):
         with training(berlin):
             wait_for(lambda: berlin.step > 20)
-        moved = LiveIsland("berlin", path, tmp_path, keys / "berlin", address=Address("127.0.0.1", free_port()))
+        assert island(["invite", "--name=berlin", f"--address=127.0.0.1:{free_port()}", f"--keys={keys}"]) == 0
+        moved = LiveIsland("berlin", keys / MEMBERS_FILE, tmp_path, keys / "berlin")
         with training(moved):
             wait_for(lambda: sum(met.outcome == "met" for met in moved.met) >= 6)
         assert any("berlin is at 127.0.0.1:" in line for line in paris.lines)
-
-
-async def test_a_member_s_new_address_holds_until_it_tells_another_one():
-    b, found = Sea("ab").add("b"), []
-    for told in ("127.0.0.1:9000", None, "no address", ""):  # None: it was dialled, and tells none
-        b.node.view.hear("a", 0, 1, told)
-        found.append(b.node.view.peers["a"].address)
-    moved = Address("127.0.0.1", 9000)
-    assert found == [moved, moved, moved, None]
 
 
 def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run, tmp_path):

@@ -27,6 +27,7 @@ from support.training_islands import begin_without
 NAMES = ("paris", "berlin")
 SHAPES = {"w": (64, 96), "b": (96,)}
 STEPS = 12
+FRESH = {"steps": False, "tokens": False, "name": False, "adam": (True, False)}
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(tmp_
 
     def train(name: str) -> None:
         with island_of(roster, name, tmp_path) as island:
-            params, rest, step = island.begin(weights(), first(name))
+            params, rest, step = island.begin(weights(), first(name), FRESH)
             while not is_over.is_set():
                 adam = tx.update(weights(), rest["adam"])[1]
                 params = moved(params, "paris", step)
@@ -128,7 +129,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(tmp_
     def join_late() -> None:
         assert late.wait(300)
         with island_of(roster, "rome", tmp_path) as it:
-            params, rest, step = it.begin(weights(), first("rome"))
+            params, rest, step = it.begin(weights(), first("rome"), FRESH)
             found.update(params=params, rest=rest, step=step)
         is_over.set()
 

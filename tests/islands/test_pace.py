@@ -7,8 +7,7 @@ import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.pace import EARNED, MAX_EARNED, Pace
-from noloco_jax.islands.peer_table import PeerTable
-from support.island_world import Sea, participation
+from support.island_world import MemoryStream, Sea, participation
 
 
 async def train_at(
@@ -99,19 +98,31 @@ LIES = {  # (round, ago, round_seconds) -> what is told in their place
 }
 
 
+def lying(lie: str, liar: str) -> type[MemoryStream]:
+    """Return streams in which one island's frames, and no others, tell false times and rounds."""
+
+    class Lying(MemoryStream):
+        async def send(self, frame: pb.Frame) -> None:
+            kind = frame.WhichOneof("kind")
+            if self._me == liar and kind in ("hello", "accept", "no"):
+                told, round = getattr(frame, kind), self._world.islands[liar].node.view.round
+                if kind == "no":
+                    told.round = LIES[lie](round, 0.0, 0.0)[0]
+                else:
+                    timing = told.timing
+                    _, timing.ago, timing.round_seconds = LIES[lie](round, timing.ago, timing.round_seconds)
+            await super().send(frame)
+
+    return Lying
+
+
 @pytest.mark.parametrize("by_time", [False, True], ids=["equal steps", "time"])
 @pytest.mark.parametrize("lie", LIES)
 async def test_what_one_member_tells_of_its_time_costs_the_others_a_twentieth_at_most(lie, by_time):
     for names in ("ab", "abc", "abcd"):
         sea = Sea(names)
-        *honest, liar = [sea.add(name, by_time=by_time) for name in names]
-
-        def timing(round: int | None = None, node=liar.node.view) -> pb.Timing:
-            told = PeerTable.timing(node, round)
-            found = LIES[lie](told.round, told.ago, told.round_seconds)
-            return pb.Timing(round=found[0], ago=found[1], round_seconds=found[2])
-
-        liar.node.view.timing = timing
+        sea.stream = lying(lie, names[-1])
+        *honest, _ = [sea.add(name, by_time=by_time) for name in names]
         await asyncio.gather(*(sim.train(600) for sim in sea.islands.values()))
         for sim in honest:
             assert sim.inner_steps >= 0.95 * 600, (names, sim.name)

@@ -103,7 +103,7 @@ class Islands:
         self.bytes += found.ByteSize()
         return found
 
-    def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
+    def follow(self, roster: Roster) -> None:
         pass
 
     async def forget(self, peer: str) -> None:

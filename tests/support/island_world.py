@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ class _Network:
             self._world.reach(self._me, peer)
             yield frame
 
-    def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
+    def follow(self, roster: Roster) -> None:
         pass
 
 
@@ -162,7 +162,6 @@ class Sim:
             "codec": Numbers(),
             "incarnation": 1,
             "patience": PATIENCE * world.fragments,
-            "fits": lambda round, step: True,
         }
         network, pace = _Network(name, world), Pace(world.steps_a_round, by_time)
         self.node = Node(Plan(name=name, **(fields | plan)), network, self, pace, parse)
