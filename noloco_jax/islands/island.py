@@ -167,7 +167,7 @@ class Island:
             identity=identity_of(self._roster, self._outer, self._pairing, self._common, own.specs, first_weights),
             partner=self._partner,
             codec=codec_of(own.local.wire, own.local.message, own.local.payload, own.local.dims),
-            forms=own.forms,
+            state_codec=own.state_codec,
             patience=PATIENCE * steps.fragments.count,
             fits=self._fits,
             workdir=self._workdir,
@@ -191,7 +191,7 @@ class Island:
         self._began = time.monotonic()
         state, self._step, _ = self._sync.before_step(state, step, _one)
         self._state_of_outer = state.outer
-        self._tell()
+        self._log()
         return self._state.params.given(state.params), self._state.rest.given(state.inner), self._step
 
     def step(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
@@ -217,7 +217,7 @@ class Island:
         if self._save_every and step % self._save_every == 0:
             after = self._saved(after, step)
         after, step, _ = self._sync.before_step(after, step, _one)
-        self._tell()
+        self._log()
         self._step, self._state_of_outer = step, after.outer
         if after.params is state.params:  # nothing was due and nothing has arrived
             return params, rest, step
@@ -253,7 +253,7 @@ class Island:
         merged = self._sync.finish(state, self._step)
         self._state_of_outer = merged.outer  # corrections that arrived meanwhile took the former one's place
         self._finished = True
-        self._tell()
+        self._log()
         return self._state.params.given(merged.params)
 
     def _train_state(self, params: PyTree, rest: PyTree) -> TrainState:
@@ -287,7 +287,7 @@ class Island:
             self._checkpoints.save(jax.tree.leaves(state), {"step": step, "saved": saved, "seconds": seconds})
         return state
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         if self.is_removed and not self._was_removed:
             self._was_removed = True
             self._report(f"{self._name} was removed from the run, and trains alone: end the loop")

@@ -66,14 +66,14 @@ class Membership:
                 f"--config.num_replicas={count} on all of them"
             )
         if config.method != "noloco":
-            raise UserError(f"method={config.method!r}: islands meet in pairs, give --config.method=noloco")
+            raise UserError(f"method={config.method!r}: islands exchange in pairs, give --config.method=noloco")
         if outer.delay:
             raise UserError(
                 f"outer.delay={outer.delay!r} is not for islands, whose corrections are applied when they arrive, late "
                 "already: leave out --config.outer.delay"
             )
         for name, wanted, given, why in (
-            ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
+            ("outer.group_size", 2, outer.group_size, "they exchange in pairs"),
             ("mesh.stage", 1, config.mesh.stage, "which use mesh.fsdp and mesh.tensor to spread a model over devices"),
         ):
             if given != wanted:

@@ -60,8 +60,8 @@ class OwnState:
         return specs if count == 1 or self.places.outer.windows is None else {**specs, "fragments": described(count)}
 
     @property
-    def forms(self) -> StateCodec:
-        """Return the forms in which the state travels."""
+    def state_codec(self) -> StateCodec:
+        """Return the codec of the state."""
         first, count = (len(jax.tree.leaves(tree)) for tree in self.places[:2])
         carried = [first + number for number in range(count) if number not in self._fresh]
         return StateCodec(specs_of(self.places), first, carried)

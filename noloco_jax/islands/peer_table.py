@@ -17,7 +17,7 @@ from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_status, digest
 from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, version_of
 
-TOLD_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
+LOG_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
 ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster
 GREET_SECONDS = 10.0  # for an answer to a greeting
 
@@ -26,7 +26,7 @@ class PeerTable:
     """Table of an island's peers.
 
     Args:
-      plan, network, world, pace, parse: as for `Node`.
+      plan, network, trainer, pace, parse: as for `Node`.
       peer_ended: called with a peer that begins no further exchange.
       members_changed: called when peers have come or gone.
     """
@@ -35,7 +35,7 @@ class PeerTable:
         self,
         plan: Plan,
         network: Network,
-        world: TrainerCallbacks,
+        trainer: TrainerCallbacks,
         pace: Pace,
         parse: Callable[[bytes], Roster] | None,
         peer_ended: Callable[[Peer], None],
@@ -44,7 +44,7 @@ class PeerTable:
         saved = plan.saved
         self.name, self.roster, self.identity, self.codec = plan.name, plan.roster, plan.identity, plan.codec
         self.patience, self.incarnation, self.digest = plan.patience, plan.incarnation, digest(plan.identity)
-        self.network, self.world, self.pace = network, world, pace
+        self.network, self.trainer, self.pace = network, trainer, pace
         self.round: int = saved["round"] if saved else -1
         self.has_averaged: bool = bool(saved and saved["has_averaged"])
         self.phase: Any = pb.Status.STARTING
@@ -54,8 +54,10 @@ class PeerTable:
         self._peer_ended, self._members_changed = peer_ended, members_changed
         self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
         self._tasks: set[asyncio.Task] = set()
-        self._told_badly: dict[str, float] = {}  # who told a roster that nobody signed, and when
-        self._told: dict[tuple[str, str], tuple[int, float]] = {}  # (peer, kind) -> lines so far, time of the last told
+        self._bad_senders: dict[str, float] = {}  # who sent a roster that nobody signed, and when
+        self._logged: dict[
+            tuple[str, str], tuple[int, float]
+        ] = {}  # (peer, kind) -> lines so far, time of the last logged
         self.follow(plan.roster)
         for other, (count, size, until) in (saved["peers"] if saved else {}).items():
             if other in self.peers:
@@ -146,24 +148,24 @@ class PeerTable:
         self.peers = {name: self.peers.get(name) or Peer(name) for name in names}
         self.network.follow(roster)
 
-    def take_roster(self, document: bytes, teller: str) -> None:
+    def take_roster(self, document: bytes, sender: str) -> None:
         """Take a newer roster that the run's authority has signed; ignore others."""
         now = self._now()
         if self._parse is None or version_of(document) <= self.roster.version:
             return
-        if now - self._told_badly.get(teller, -ROSTER_SECONDS) < ROSTER_SECONDS:
+        if now - self._bad_senders.get(sender, -ROSTER_SECONDS) < ROSTER_SECONDS:
             return  # a signature takes time to check
         try:
             roster = self._parse(document)
         except BadRosterError as error:
-            self._told_badly = {**dict([*self._told_badly.items()][-99:]), teller: now}
-            self.tell_of(teller, "roster", f"{teller} told a roster that is not taken: {error}")
+            self._bad_senders = {**dict([*self._bad_senders.items()][-99:]), sender: now}
+            self.log_of(sender, "roster", f"{sender} sent a roster that is refused: {error}")
             return
         if roster.founders != self.roster.founders:
             return
         for line in changes(self.roster, roster):
-            self.tell(line)
-        self.world.keep(roster)
+            self.log(line)
+        self.trainer.keep(roster)
         self.follow(roster)
         self._members_changed()
         self.notify()
@@ -213,16 +215,16 @@ class PeerTable:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    def tell_of(self, name: str, kind: str, line: str) -> None:
-        """Tell a line on a peer, unless one of its kind was told within an hour and they are not ten times as many."""
-        count, last = self._told.get((name, kind), (0, -math.inf))
+    def log_of(self, name: str, kind: str, line: str) -> None:
+        """Log a line on a peer, unless one of its kind was logged within an hour and they are not ten times as many."""
+        count, last = self._logged.get((name, kind), (0, -math.inf))
         count, now = count + 1, self._now()
-        is_told = now - last >= TOLD_AGAIN_SECONDS or count == 10 ** (len(str(count)) - 1)
-        self._told[name, kind] = count, now if is_told else last
+        is_told = now - last >= LOG_AGAIN_SECONDS or count == 10 ** (len(str(count)) - 1)
+        self._logged[name, kind] = count, now if is_told else last
         if is_told:
-            self.tell(line if count == 1 else f"{line}; number {count} of such lines on {name}")
+            self.log(line if count == 1 else f"{line}; number {count} of such lines on {name}")
 
-    def tell(self, line: str) -> None:
-        """Tell people, and those who watch."""
+    def log(self, line: str) -> None:
+        """Log a line for people, and for those who watch."""
         self.notices = [*self.notices[-19:], line[:300]]
-        self.world.tell(line)
+        self.trainer.log(line)

@@ -37,9 +37,9 @@ class Peer:
       silent: questions in a row that it did not answer, since it was last heard.
       wrong: the reason for which one of the two refuses the other.
       broken: broken messages in a row.
-      quarantined_until: the round from which on it is met again after them.
+      quarantined_until: the round from which on exchanges with it begin again after them.
       distance: see `bounds.Distance`.
-      met: the last round that was exchanged with it.
+      last_exchanged: the last round that was exchanged with it.
       left_out: True while nothing is taken from it.
       asked_for_roster: time when it was last asked for its roster.
       delay: seconds that a message takes to it or back, as of its last answer; 0 while it was never dialled.
@@ -54,7 +54,7 @@ class Peer:
     broken: int = 0
     quarantined_until: int = 0
     distance: Distance = field(default_factory=Distance)
-    met: int = -1
+    last_exchanged: int = -1
     left_out: bool = False
     asked_for_roster: float = -math.inf
     delay: float = 0.0

@@ -53,12 +53,12 @@ _COMPILE_SECONDS = 3600.0  # by which the island's processes may differ in readi
 _SHOWN = ("loss", "perplexity", "tokens_per_second")
 
 
-def train_island(config: TrainConfig, place: ProcessRank | None, flags: argparse.Namespace) -> int:
+def train_island(config: TrainConfig, rank: ProcessRank | None, flags: argparse.Namespace) -> int:
     """Train as the island that the flags name; check everything before compiling.
 
     Args:
       config: the run.
-      place: of this process among the island's; None: the only one.
+      rank: of this process among the island's; None: the only one.
       flags: those of `island train`.
     """
     roster, credentials = open_membership(flags.roster, flags.name, flags.keys, flags.workdir)
@@ -74,7 +74,7 @@ def train_island(config: TrainConfig, place: ProcessRank | None, flags: argparse
     )
     member.check(config)
     use_gpu_memory()
-    with joined(place, to_dict(config), flags.start_timeout) as num_processes, full_disk_told(flags.workdir):
+    with joined(rank, to_dict(config), flags.start_timeout) as num_processes, full_disk_told(flags.workdir):
         use_cpu_cores(member.own(config), num_processes)
         return train(
             config, member, flags.workdir, RunFlags(flags.from_step, flags.dry_run, flags.force_unlock, flags.wandb)
@@ -84,7 +84,7 @@ def train_island(config: TrainConfig, place: ProcessRank | None, flags: argparse
 def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: RunFlags) -> int:
     """Train one replica in its own program, which exchanges with other islands over the network.
 
-    Of an island of several processes, the first one alone meets the others, see `steps.py`.
+    Of an island of several processes, the first one alone exchanges with the others, see `steps.py`.
 
     Args:
       run_config: the run of all islands.
@@ -191,7 +191,7 @@ def link_plan(
         identity=member.identity(config, programs, tokenizer),
         partner=partner_by(pairing(config), config.outer.fragments),
         codec=codec_of(local.wire, local.message, local.payload, local.dims),
-        forms=StateCodec(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
+        state_codec=StateCodec(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
         patience=PATIENCE * config.outer.fragments,
         fits=partial(can_be_at, schedule, config.num_steps),
         workdir=workdir,

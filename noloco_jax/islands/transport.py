@@ -286,13 +286,13 @@ class Listener:
         if self._watches[name] >= WATCHES_OF_ONE or self._watches.total() >= WATCHES_OF_ALL:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many dashboards watch it")
         self._watches[name] += 1
-        stream, roster = _Incoming(context), self._node.view.roster
+        stream, roster = _Incoming(context), self._node.table.roster
         try:
             with contextlib.suppress(ConnectionLost):
                 async with contextlib.aclosing(self._node.watched(request)) as statuses:
                     async for status in statuses:
                         await stream.send(status)
-                        if self._node.view.roster is not roster or roster.is_over(name, status.round + 1):
+                        if self._node.table.roster is not roster or roster.is_over(name, status.round + 1):
                             return  # the caller calls again, and is checked again
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -312,14 +312,14 @@ class Listener:
 
     async def _refuse_former(self, context: Any, name: str) -> None:
         """End the call of a caller that is a member no more."""
-        if ended := self._node.view.end_of(name):
+        if ended := self._node.table.end_of(name):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, ended)
 
     @contextlib.asynccontextmanager
     async def _call(self, context: Any, greets: bool = False) -> AsyncIterator[str]:
         """Count a call of the caller whose name this gives; end it where the caller may not make it."""
         name, issued = self._caller(context)
-        member = self._node.view.roster.get(name)
+        member = self._node.table.roster.get(name)
         # The greeting of a new member may bring the roster that it is in.
         if member is None and not greets:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{name or 'the caller'} is no member here")

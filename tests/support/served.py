@@ -36,7 +36,7 @@ class Echo:
         self.is_silent = False
         self.pieces, self.piece_bytes = 1, 3
         self.ended = asyncio.Event()  # of a call for weights
-        self.meetings = self.view = self
+        self.meetings = self.table = self
 
     def end_of(self, name: str) -> str:
         return ""
