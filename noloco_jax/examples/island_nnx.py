@@ -39,7 +39,7 @@ if __name__ == "__main__":
     state, rng = tx.init(params), np.random.default_rng([ord(letter) for letter in flags.name])
     outer = nj.noloco(sync_every=20, wire="modulo4")
     with nj.Island(flags.roster, flags.name, keys=flags.keys, workdir=flags.workdir, outer=outer) as island:
-        params, state, step = island.begin(params, state)
+        params, state, step = island.begin(params, state, fresh=True)
         while step < flags.steps:
             params, state = train_step(params, state, *spirals(rng, 64))
             time.sleep(0.01)  # a step of a real model takes longer

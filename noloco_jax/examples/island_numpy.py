@@ -43,7 +43,7 @@ if __name__ == "__main__":
     momentum = {name: np.zeros_like(x) for name, x in params.items()}
     outer = nj.noloco(sync_every=10)
     with nj.Island(flags.roster, flags.name, keys=flags.keys, workdir=flags.workdir, outer=outer) as island:
-        params, momentum, step = island.begin(params, momentum)
+        params, momentum, step = island.begin(params, momentum, fresh=True)
         while step < flags.steps:
             params, momentum = train_step(params, momentum, *points(rng, 64))
             time.sleep(0.02)  # a step of a real model takes longer

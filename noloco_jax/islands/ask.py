@@ -156,7 +156,7 @@ async def take_newest(
         with contextlib.suppress(ConnectionLost):
             status = await dialler.greet(name, greeting, seconds)
             run = replace(run, roster=_newer(run, status.roster.SerializeToString()))
-    dialler.follow(run.roster, {})
+    dialler.follow(run.roster)
     return run
 
 

@@ -67,16 +67,16 @@ class State(Protocol):
         """Return a received state; raise `ProtocolError` where it is not finite, or far from the own weights."""
         ...
 
-    def take_state(self, state: CaughtUp) -> None:
+    def take_state(self, state: CaughtUp, /) -> None:
         """Continue from this state between two later steps."""
         ...
 
 
-async def give(node: PeerTable, state: State, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
+async def give(table: PeerTable, state: State, request: pb.WeightsRequest) -> AsyncIterator[pb.WeightsFrame]:
     """Yield the frames for a peer or a command; raise `ConnectionLost` where there are no weights to give."""
-    has_last = node.phase in FINISHED
-    if not has_last and (request.last or node.phase != pb.Status.TRAINING):
-        raise ConnectionLost("it has no weights to give yet" if node.phase not in ENDED else "it leaves")
+    has_last = table.phase in FINISHED
+    if not has_last and (request.last or table.phase != pb.Status.TRAINING):
+        raise ConnectionLost("it has no weights to give yet" if table.phase not in ENDED else "it leaves")
     if request.position:
         locating = asyncio.ensure_future(state.position())
         async for frame in _until_done(locating):
@@ -87,7 +87,7 @@ async def give(node: PeerTable, state: State, request: pb.WeightsRequest) -> Asy
     async for frame in _until_done(copying):
         yield frame
     data = copying.result()
-    yield pb.WeightsFrame(offer=pb.Offer(num_bytes=len(data), round=node.round))
+    yield pb.WeightsFrame(offer=pb.Offer(num_bytes=len(data), round=table.round))
     view = memoryview(data)
     for start in range(0, len(data), PIECE_BYTES):
         yield pb.WeightsFrame(piece=pb.Piece(data=bytes(view[start : start + PIECE_BYTES])))
@@ -158,10 +158,10 @@ async def _next_frame(frames: AsyncIterator[pb.WeightsFrame], kind: str) -> Any:
     return getattr(frame, kind)
 
 
-def sample(node: PeerTable, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:
+def sample(table: PeerTable, count: int = ASKED_AT_ONCE, last: Collection[str] = ()) -> list[str]:
     """Return peers to ask, at random, those in `last` only if others are few."""
-    names = sorted(node.peers)
-    random.Random(f"{node.name} {node.incarnation} {node.round} {len(last)}").shuffle(names)
+    names = sorted(table.peers)
+    random.Random(f"{table.name} {table.incarnation} {table.round} {len(last)}").shuffle(names)
     return sorted(names, key=lambda name: name in last)[:count]
 
 
@@ -179,33 +179,33 @@ class CatchUp:
     """
 
     def __init__(self, node: Node, state: State):
-        self._node, self._adopt, self._state = node.view, node.adopt, state
+        self._table, self._adopt, self._state = node.table, node.adopt, state
         self._stuck: tuple[float, int] | None = None  # since when it is behind, and the smallest lag since
         self._tries = 0
 
     async def watch(self) -> None:
         """Catch up whenever the island is too far behind, for as long as it trains."""
-        node, patience = self._node, self._node.patience
+        table, patience = self._table, self._table.patience
         while True:
-            await node.until(lambda: any(peer.round - node.round >= patience for peer in node.peers.values()))
-            if node.phase == pb.Status.TRAINING:
-                statuses = await node.ask(sample(node))
-                round = node.round
+            await table.until(lambda: any(peer.round - table.round >= patience for peer in table.peers.values()))
+            if table.phase == pb.Status.TRAINING:
+                statuses = await table.ask(sample(table))
+                round = table.round
                 if self.is_behind(statuses.values()):
                     await self.from_one_of(statuses)
                     self._stuck = None
                 elif self._stuck is None:  # most are not so far: who tells it is asked again after a round
-                    await node.until(lambda: node.round > round or node.phase != pb.Status.TRAINING)  # noqa: B023
-            elif node.phase != pb.Status.STARTING:
+                    await table.until(lambda: table.round > round or table.phase != pb.Status.TRAINING)  # noqa: B023
+            elif table.phase != pb.Status.STARTING:
                 return
             await asyncio.sleep(CHECK_SECONDS)
 
     def is_behind(self, statuses: Iterable[pb.Status], has_trained: bool = True) -> bool:
         """Return whether the own weights are too late to meet most others, and come no closer."""
-        node, now = self._node, asyncio.get_running_loop().time()
+        table, now = self._table, asyncio.get_running_loop().time()
         found = with_weights(statuses)
-        lag = statistics.median_low(status.round - node.round for status in found) if found else 0
-        if lag <= node.patience:
+        lag = statistics.median_low(status.round - table.round for status in found) if found else 0
+        if lag <= table.patience:
             self._stuck = None
             return False
         if not has_trained or lag * self._round_seconds(found) > REACH_SECONDS:
@@ -216,20 +216,20 @@ class CatchUp:
 
     async def from_one_of(self, statuses: dict[str, pb.Status]) -> bool:
         """Take the weights of one of the peers with these statuses; return whether one gave them."""
-        node = self._node
+        table = self._table
         found = {name: one for name, one in statuses.items() if with_weights([one])}
         for name in self._donors(found):
-            if name not in node.peers:
+            if name not in table.peers:
                 continue
-            node.tell(f"catches up from {name}, at round {found[name].round + 1}; here it is round {node.round + 1}")
+            table.log(f"catches up from {name}, at round {found[name].round + 1}; here it is round {table.round + 1}")
             try:
                 size = self._state.num_bytes(CATCH_UP)
-                data = await receive(node.network, name, pb.WeightsRequest(kind=CATCH_UP), size)
-                position, others = await asyncio.gather(locate(node.network, name), node.ask([*sample(node), name]))
+                data = await receive(table.network, name, pb.WeightsRequest(kind=CATCH_UP), size)
+                position, others = await asyncio.gather(locate(table.network, name), table.ask([*sample(table), name]))
                 self._check(position, others)
                 state = await self._state.received(data, position)
             except (ConnectionLost, ProtocolError) as error:
-                node.tell(f"takes no weights from {name}: {error}")
+                table.log(f"takes no weights from {name}: {error}")
                 continue
             self._adopt(name, state.round, position.step, position.has_averaged)
             self._state.take_state(state)
@@ -243,15 +243,15 @@ class CatchUp:
         self._tries += 1
         median, reach = self._median(found.values())
         names = [name for name in sorted(found) if abs(found[name].round - median) <= reach]
-        random.Random(f"{self._node.name} {self._node.incarnation} {self._tries}").shuffle(names)
+        random.Random(f"{self._table.name} {self._table.incarnation} {self._tries}").shuffle(names)
         return sorted(names, key=lambda name: not found[name].has_averaged)
 
     def _check(self, position: pb.Position, statuses: dict[str, pb.Status]) -> None:
         """Raise `ProtocolError` for a position that a run cannot be at, or that is far from where most are by now."""
-        node = self._node
-        if position.round < 0 or not node.fits(position.round, position.step):
+        table = self._table
+        if position.round < 0 or not table.fits(position.round, position.step):
             raise ProtocolError(f"step {position.step} after round {position.round + 1}, which do not belong together")
-        if position.round <= node.round:
+        if position.round <= table.round:
             raise ProtocolError("weights that are no newer")
         if found := with_weights(statuses.values()):
             median, reach = self._median(found)
@@ -262,10 +262,10 @@ class CatchUp:
         """Return the median round, and how far from it an island still is near."""
         found = list(found)
         seconds = self._round_seconds(found)
-        reach = max(self._node.patience, REACH_SECONDS / seconds if seconds else 0)
+        reach = max(self._table.patience, REACH_SECONDS / seconds if seconds else 0)
         return statistics.median_low(status.round for status in found), reach
 
     def _round_seconds(self, found: Iterable[pb.Status]) -> float:
         """Return the usual duration of a round: the own one, or what most tell."""
-        told = [one.timing.round_seconds for one in found if one.timing.round_seconds > 0]
-        return self._node.pace.round_seconds() or (statistics.median(told) if told else 0.0)
+        told = [one.round_seconds for one in found if one.round_seconds > 0]
+        return self._table.pace.round_seconds() or (statistics.median(told) if told else 0.0)

@@ -68,12 +68,6 @@ def _define_train_flags(parser: argparse.ArgumentParser) -> None:
         "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys; none are needed where all are loopback"
     )
     parser.add_argument(
-        "--address",
-        metavar="HOST:PORT",
-        help="another address at which this island is reached from now on, which it tells the others; none: it only "
-        "dials out",
-    )
-    parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         help="the address of this machine to listen at, where a router forwards another one (default: the port that "

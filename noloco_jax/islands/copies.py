@@ -39,20 +39,20 @@ class Copies:
     """`catch_up.State` of a training in another thread.
 
     Args:
-      node: the island.
-      forms: forms of the state.
+      table: the island.
+      state_codec: the forms in which the state travels.
       run: calls a function that takes long beside the loop.
       take_state: called with a received state, from which the training is to continue.
     """
 
     def __init__(
         self,
-        node: PeerTable,
-        forms: StateCodec,
+        table: PeerTable,
+        state_codec: StateCodec,
         run: Callable[..., Awaitable[Any]],
         take_state: Callable[[CaughtUp], None],
     ):
-        self._node, self._forms, self._run, self._take_state = node, forms, run, take_state
+        self._table, self._state_codec, self._run, self.take_state = table, state_codec, run, take_state
         self._lock = threading.Lock()
         self._wanted: list[_Wanted] = []
         self._encoded: tuple[int, Any, bytes] | None = None  # kind, phase, bytes
@@ -79,33 +79,30 @@ class Copies:
     # The network's thread.
 
     def num_bytes(self, kind: int) -> int:
-        return self._forms.num_bytes(kind)
+        return self._state_codec.num_bytes(kind)
 
     async def weights(self, kind: int) -> bytes:
-        phase = self._node.phase
+        phase = self._table.phase
         if self._encoded is not None and self._encoded[:2] == (kind, phase):
             return self._encoded[2]
-        given = await self._copy(self._forms.large(kind))
-        data: bytes = await self._run(self._forms.encode, kind, given.leaves)
+        given = await self._copy(self._state_codec.large(kind))
+        data: bytes = await self._run(self._state_codec.encode, kind, given.leaves)
         self._encoded = kept = kind, phase, data
         asyncio.get_running_loop().call_later(_KEPT_SECONDS, self._forget, kept)
         return data
 
     async def position(self) -> pb.Position:
-        given = await self._copy(self._forms.small)
-        small = pack([given.leaves[number] for number in self._forms.small])
-        return pb.Position(round=given.round, step=given.step, has_averaged=self._node.has_averaged, small=small)
+        given = await self._copy(self._state_codec.small)
+        small = pack([given.leaves[number] for number in self._state_codec.small])
+        return pb.Position(round=given.round, step=given.step, has_averaged=self._table.has_averaged, small=small)
 
     async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
-        node, numbers = self._node, self._forms.large(EXACT)
-        leaves = await self._run(self._forms.decode, CATCH_UP, data, position.small)
-        if node.has_averaged and node.phase == pb.Status.TRAINING:
+        table, numbers = self._table, self._state_codec.large(EXACT)
+        leaves = await self._run(self._state_codec.decode, CATCH_UP, data, position.small)
+        if table.has_averaged and table.phase == pb.Status.TRAINING:
             own = await self._copy(numbers)
             await self._run(_check_distance, *([x[n] for n in numbers] for x in (own.leaves, leaves)))
         return CaughtUp(position.round, position.step, leaves)
-
-    def take_state(self, state: CaughtUp) -> None:
-        self._take_state(state)
 
     async def _copy(self, numbers: Sequence[int]) -> Given:
         wanted = _Wanted(tuple(numbers), asyncio.get_running_loop().create_future())

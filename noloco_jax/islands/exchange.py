@@ -94,7 +94,7 @@ class Attempt:
         """Bytes of the partner's message that have come."""
         return sum(map(len, (*self._theirs, *self._pieces)))
 
-    def meet(self, incarnation: int) -> None:
+    def keep_from(self, incarnation: int) -> None:
         """Keep what has come if it came from this incarnation of the partner; its other ones have other messages."""
         if incarnation != self.incarnation:
             self.forget()
@@ -202,7 +202,7 @@ async def offer(
     accept = _expect(frame, "accept").accept
     check_tokens(accept.tokens)
     hear(frame)
-    side.meet(accept.incarnation)
+    side.keep_from(accept.incarnation)
     await side.swap(stream, accept.num_held)
     try:
         own = await side.judge(accept.tokens)
@@ -228,7 +228,7 @@ async def answer(
 
     Raises `ConnectionLost` and `ProtocolError` as `offer`.
     """
-    side.meet(hello.incarnation)
+    side.keep_from(hello.incarnation)
     accept.num_held = side.num_held
     await send(stream, pb.Frame(accept=accept))
     await side.swap(stream, hello.num_held if hello.held_of == accept.incarnation else 0)

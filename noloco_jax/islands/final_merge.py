@@ -69,7 +69,7 @@ class FinalMerge:
             return self._stopped(state)
         likes, structure = jax.tree.flatten(state.params)
         own = [x.astype(np.float32, copy=False) for x in to_first_process(likes)]
-        peers = [] if link is None else link.finished()
+        peers = [] if link is None else link.node.finished()
         merging = None if link is None else link.submit(self._mean(link, peers, own))
         while not steps.processes.broadcast(lambda: merging is None or merging.done()):
             if self._is_stopping():
@@ -83,7 +83,7 @@ class FinalMerge:
             mean = [x.astype(like.dtype) for x, like in zip(merging.result(), likes, strict=True)]
             link.leave(pb.Status.MERGED)
         # Others still fetch these weights, until they have merged, too, or have gone.
-        steps.serve_until(state, step, self._seconds, self._is_stopping, lambda link: link.unmerged(peers))
+        steps.serve_until(state, step, self._seconds, self._is_stopping, lambda node: node.unmerged(peers))
         if link is not None:
             link.take_all()  # what came meanwhile is in no mean, as the others may have had the weights before
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in likes]
@@ -131,7 +131,7 @@ class FinalMerge:
             except (ProtocolError, OSError) as error:
                 return str(error)
             except ConnectionLost as error:
-                limit = self._seconds if link.unmerged([name]) else min(self._seconds, _GONE_SECONDS)
+                limit = self._seconds if link.node.unmerged([name]) else min(self._seconds, _GONE_SECONDS)
                 if now() - started >= limit:
                     return str(error)
                 await asyncio.sleep(_RETRY_SECONDS)

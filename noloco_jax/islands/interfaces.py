@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.roster import Address, Roster
+from noloco_jax.islands.roster import Roster
 
 PATIENCE = 2  # rounds, for each fragment, for which a message waits for its partner's
 
@@ -27,7 +27,6 @@ class Plan:
       saved: the protocol's state in the checkpoint to resume from: `Node.to_json`.
       details: JSON of what commands ask for.
       advice: share of the messages that the link carries -> settings that fit it, for people.
-      address: of this island, if it is another than in the roster.
       num_rounds: of the whole run; 0: unknown.
     """
 
@@ -42,7 +41,6 @@ class Plan:
     saved: Mapping[str, Any] | None = None
     details: str = ""
     advice: Callable[[float], str] = lambda share: "send less"
-    address: Address | None = None
     num_rounds: int = 0
 
 
@@ -119,8 +117,8 @@ class Network(Protocol):
         """Return an asynchronous iterator over the frames of a donor."""
         ...
 
-    def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
-        """Dial and admit the members of a roster; some have told newer addresses themselves."""
+    def follow(self, roster: Roster) -> None:
+        """Dial the members of a roster."""
         ...
 
 
@@ -135,9 +133,9 @@ class TrainerCallbacks(Protocol):
         """Apply the correction that `correct` computes, between two later inner steps."""
         ...
 
-    def outcome(self, met: RoundOutcome) -> None: ...
+    def outcome(self, outcome: RoundOutcome) -> None: ...
 
-    def tell(self, line: str) -> None: ...
+    def log(self, line: str) -> None: ...
 
     def keep(self, roster: Roster) -> None:
         """Keep a new roster on disk."""

@@ -47,9 +47,8 @@ class Island:
             merged = island.merge(params)
 
     It trains like an island of `python -m noloco_jax.island train`: nobody waits for a peer, and corrections enter when
-    they have arrived. An island that was away continues from a peer's weights, with `rest` as given to `begin` where it
-    holds arrays of the weights' shapes (moments, and what lies beside them), and takes shorter steps at first. All
-    other parts of `rest` are then the peer's.
+    they have arrived. An island that was away continues from a peer's weights and `rest`, and takes shorter steps at
+    first.
 
     Args:
       roster: path of the roster, the same for all islands, or a `Roster`; or the `members.json` that
@@ -130,7 +129,7 @@ class Island:
         finally:
             self._lock.__exit__(*error)
 
-    def begin(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
+    def begin(self, params: PyTree, rest: PyTree = (), fresh: PyTree = False) -> tuple[PyTree, PyTree, int]:
         """Join the peers and return the state to train from: the newest checkpoint's, a peer's, or the one given.
 
         It is called once, before the first `step`, and waits until the island may train: from its checkpoint, from a
@@ -140,6 +139,9 @@ class Island:
           params: weights to average, real arrays of JAX (under any sharding of this process) or NumPy. All islands
             give the same values, from one seed: an island that begins with others is refused.
           rest: what travels with them, such as the optimizer's state: arrays, numbers, random keys.
+          fresh: what of `rest` begins anew with these values where the weights are a peer's, instead of being sent:
+            True, False, or a tree of both that begins like `rest`. Name moments with their counter, as Adam's first
+            updates are several times too large with fresh moments and a counter of many steps.
 
         Returns:
           params, rest, and the inner steps that they have behind them.
@@ -147,11 +149,11 @@ class Island:
         Raises:
           UserError: if the checkpoint is damaged or of other arrays, if the island's name or address is in use, if most
             of the others refuse it, or if it has no weights and the others have finished and gone.
-          ValueError: for leaves of other types, or if it was called before.
+          ValueError: for leaves of other types, another `fresh`, or if it was called before.
         """
         if self._link is not None:
             raise ValueError("the island has begun already: call begin once, before the first step")
-        self._state = own = OwnState(self._outer, params, rest)
+        self._state = own = OwnState(self._outer, params, rest, fresh)
         steps, schedule = self._outer.steps, self._outer.steps.schedule
         self._checkpoints = OwnCheckpoints(self._workdir, own.saved_specs, self._keep)
         state, step, saved = self._start(params, rest)
@@ -165,7 +167,7 @@ class Island:
             identity=identity_of(self._roster, self._outer, self._pairing, self._common, own.specs, first_weights),
             partner=self._partner,
             codec=codec_of(own.local.wire, own.local.message, own.local.payload, own.local.dims),
-            forms=own.forms,
+            state_codec=own.state_codec,
             patience=PATIENCE * steps.fragments.count,
             fits=self._fits,
             workdir=self._workdir,
@@ -189,7 +191,7 @@ class Island:
         self._began = time.monotonic()
         state, self._step, _ = self._sync.before_step(state, step, _one)
         self._state_of_outer = state.outer
-        self._tell()
+        self._log()
         return self._state.params.given(state.params), self._state.rest.given(state.inner), self._step
 
     def step(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
@@ -215,7 +217,7 @@ class Island:
         if self._save_every and step % self._save_every == 0:
             after = self._saved(after, step)
         after, step, _ = self._sync.before_step(after, step, _one)
-        self._tell()
+        self._log()
         self._step, self._state_of_outer = step, after.outer
         if after.params is state.params:  # nothing was due and nothing has arrived
             return params, rest, step
@@ -251,7 +253,7 @@ class Island:
         merged = self._sync.finish(state, self._step)
         self._state_of_outer = merged.outer  # corrections that arrived meanwhile took the former one's place
         self._finished = True
-        self._tell()
+        self._log()
         return self._state.params.given(merged.params)
 
     def _train_state(self, params: PyTree, rest: PyTree) -> TrainState:
@@ -285,7 +287,7 @@ class Island:
             self._checkpoints.save(jax.tree.leaves(state), {"step": step, "saved": saved, "seconds": seconds})
         return state
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         if self.is_removed and not self._was_removed:
             self._was_removed = True
             self._report(f"{self._name} was removed from the run, and trains alone: end the loop")

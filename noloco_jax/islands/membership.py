@@ -36,7 +36,6 @@ class Membership:
         has time for, see `pace.py`. A message's weight is its number of inner steps.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
       listen: the address to listen at; None: that in the roster.
-      address: a new address at which the others reach it.
     """
 
     roster: Roster
@@ -45,12 +44,11 @@ class Membership:
     pace: str = "steps"
     linger: float = 600.0
     listen: Address | None = None
-    address: Address | None = None
 
     def __str__(self) -> str:
         """Return a line for the banner, without secrets."""
         security = "no TLS" if self.credentials is None else "mutual TLS"
-        names, address = self.roster.names, self.address or self.roster.member(self.name).address
+        names, address = self.roster.names, self.roster.member(self.name).address
         place = f"island {names.index(self.name) + 1} of {len(names)} in the run {self.roster.run}"
         return f"{self.name}, {place}, at {address}, {security}"
 
@@ -68,14 +66,14 @@ class Membership:
                 f"--config.num_replicas={count} on all of them"
             )
         if config.method != "noloco":
-            raise UserError(f"method={config.method!r}: islands meet in pairs, give --config.method=noloco")
+            raise UserError(f"method={config.method!r}: islands exchange in pairs, give --config.method=noloco")
         if outer.delay:
             raise UserError(
                 f"outer.delay={outer.delay!r} is not for islands, whose corrections are applied when they arrive, late "
                 "already: leave out --config.outer.delay"
             )
         for name, wanted, given, why in (
-            ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
+            ("outer.group_size", 2, outer.group_size, "they exchange in pairs"),
             ("mesh.stage", 1, config.mesh.stage, "which use mesh.fsdp and mesh.tensor to spread a model over devices"),
         ):
             if given != wanted:

@@ -250,12 +250,12 @@ def without(source: Source, names: Sequence[str]) -> Source:
     return replace(source, parts=parts, away={**source.away, **dict.fromkeys(names, "left out by --without")})
 
 
-async def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1) -> Merged:
+async def mean_of(source: Source, log: Callable[[str], None], at_least: int = 1) -> Merged:
     """Average all weights that can be had, and are not out of line.
 
     Args:
       source: the access to the weights.
-      tell: called with a line for each island: once its weights have come or failed, and if they are left out.
+      log: called with a line for each island: once its weights have come or failed, and if they are left out.
       at_least: the smallest number of islands to average.
 
     Raises `UserError` where fewer can be had, and where two disagree.
@@ -263,7 +263,7 @@ async def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1
 
     def leave_out(name: str, reason: str) -> None:
         away[name] = reason
-        tell(f"{name}: {reason.removeprefix(f'{name} ')}")
+        log(f"{name}: {reason.removeprefix(f'{name} ')}")
 
     away, found, rounds = dict[str, str](), dict[str, list[np.ndarray]](), dict[str, int]()
     for name, reason in source.away.items():
@@ -275,7 +275,7 @@ async def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1
         except (ConnectionLost, ProtocolError) as error:
             leave_out(name, str(error))
             continue
-        tell(f"{name}: weights after {'no round' if rounds[name] < 0 else f'round {rounds[name] + 1}'}")
+        log(f"{name}: weights after {'no round' if rounds[name] < 0 else f'round {rounds[name] + 1}'}")
     mean = checked_mean(found)
     if mean.is_undecided:
         one, other = list(mean.left_out)[-2:]

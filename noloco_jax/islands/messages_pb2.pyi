@@ -28,24 +28,21 @@ class Frame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., no: _Optional[_Union[No, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("round", "ago", "round_seconds")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("ago", "round_seconds")
     AGO_FIELD_NUMBER: _ClassVar[int]
     ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    round: int
     ago: float
     round_seconds: float
-    def __init__(self, round: _Optional[int] = ..., ago: _Optional[float] = ..., round_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, ago: _Optional[float] = ..., round_seconds: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("round", "incarnation", "identity", "tokens", "timing", "roster_version", "address", "num_held", "held_of")
+    __slots__ = ("round", "incarnation", "identity", "tokens", "timing", "roster_version", "num_held", "held_of")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     ROSTER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     HELD_OF_FIELD_NUMBER: _ClassVar[int]
     round: int
@@ -54,10 +51,9 @@ class Hello(_message.Message):
     tokens: int
     timing: Timing
     roster_version: int
-    address: str
     num_held: int
     held_of: int
-    def __init__(self, round: _Optional[int] = ..., incarnation: _Optional[int] = ..., identity: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ..., address: _Optional[str] = ..., num_held: _Optional[int] = ..., held_of: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., incarnation: _Optional[int] = ..., identity: _Optional[int] = ..., tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ..., num_held: _Optional[int] = ..., held_of: _Optional[int] = ...) -> None: ...
 
 class Accept(_message.Message):
     __slots__ = ("incarnation", "tokens", "timing", "roster_version", "num_held")
@@ -78,7 +74,7 @@ class NotYet(_message.Message):
     def __init__(self) -> None: ...
 
 class No(_message.Message):
-    __slots__ = ("reason", "text", "timing", "roster_version")
+    __slots__ = ("reason", "text", "round", "roster_version")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNKNOWN: _ClassVar[No.Reason]
@@ -101,13 +97,13 @@ class No(_message.Message):
     BUSY: No.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
-    TIMING_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     ROSTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     reason: No.Reason
     text: str
-    timing: Timing
+    round: int
     roster_version: int
-    def __init__(self, reason: _Optional[_Union[No.Reason, str]] = ..., text: _Optional[str] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., roster_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, reason: _Optional[_Union[No.Reason, str]] = ..., text: _Optional[str] = ..., round: _Optional[int] = ..., roster_version: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("factor",)
@@ -172,7 +168,7 @@ class SignedRoster(_message.Message):
     def __init__(self, roster: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Greeting(_message.Message):
-    __slots__ = ("identity", "incarnation", "roster_version", "roster", "address", "wants_roster", "wants_details", "until_ready", "hold_seconds", "phase", "about")
+    __slots__ = ("identity", "incarnation", "roster_version", "roster", "wants_roster", "wants_details", "hold_seconds", "phase", "about")
     class IdentityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -184,10 +180,8 @@ class Greeting(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROSTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WANTS_ROSTER_FIELD_NUMBER: _ClassVar[int]
     WANTS_DETAILS_FIELD_NUMBER: _ClassVar[int]
-    UNTIL_READY_FIELD_NUMBER: _ClassVar[int]
     HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
@@ -195,14 +189,12 @@ class Greeting(_message.Message):
     incarnation: int
     roster_version: int
     roster: SignedRoster
-    address: str
     wants_roster: bool
     wants_details: bool
-    until_ready: bool
     hold_seconds: float
     phase: Status.Phase
     about: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, identity: _Optional[_Mapping[str, str]] = ..., incarnation: _Optional[int] = ..., roster_version: _Optional[int] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., address: _Optional[str] = ..., wants_roster: bool = ..., wants_details: bool = ..., until_ready: bool = ..., hold_seconds: _Optional[float] = ..., phase: _Optional[_Union[Status.Phase, str]] = ..., about: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Mapping[str, str]] = ..., incarnation: _Optional[int] = ..., roster_version: _Optional[int] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., wants_roster: bool = ..., wants_details: bool = ..., hold_seconds: _Optional[float] = ..., phase: _Optional[_Union[Status.Phase, str]] = ..., about: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("every_seconds",)
@@ -211,7 +203,7 @@ class WatchRequest(_message.Message):
     def __init__(self, every_seconds: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("phase", "incarnation", "round", "step", "has_averaged", "due", "committed", "one_sided", "steps_late", "partner", "roster_version", "num_members", "timing", "wrong", "roster", "details", "figures", "peers", "notices", "num_rounds")
+    __slots__ = ("phase", "incarnation", "round", "step", "has_averaged", "due", "committed", "one_sided", "steps_late", "partner", "roster_version", "num_members", "round_seconds", "wrong", "roster", "details", "figures", "peers", "notices", "num_rounds")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STARTING: _ClassVar[Status.Phase]
@@ -247,7 +239,7 @@ class Status(_message.Message):
     PARTNER_FIELD_NUMBER: _ClassVar[int]
     ROSTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    TIMING_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WRONG_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
@@ -267,7 +259,7 @@ class Status(_message.Message):
     partner: str
     roster_version: int
     num_members: int
-    timing: Timing
+    round_seconds: float
     wrong: str
     roster: SignedRoster
     details: str
@@ -275,7 +267,7 @@ class Status(_message.Message):
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     notices: _containers.RepeatedScalarFieldContainer[str]
     num_rounds: int
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., has_averaged: bool = ..., due: _Optional[int] = ..., committed: _Optional[int] = ..., one_sided: _Optional[int] = ..., steps_late: _Optional[float] = ..., partner: _Optional[str] = ..., roster_version: _Optional[int] = ..., num_members: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., wrong: _Optional[str] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., details: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., notices: _Optional[_Iterable[str]] = ..., num_rounds: _Optional[int] = ...) -> None: ...
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., has_averaged: bool = ..., due: _Optional[int] = ..., committed: _Optional[int] = ..., one_sided: _Optional[int] = ..., steps_late: _Optional[float] = ..., partner: _Optional[str] = ..., roster_version: _Optional[int] = ..., num_members: _Optional[int] = ..., round_seconds: _Optional[float] = ..., wrong: _Optional[str] = ..., roster: _Optional[_Union[SignedRoster, _Mapping]] = ..., details: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., notices: _Optional[_Iterable[str]] = ..., num_rounds: _Optional[int] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "fault", "phase")

@@ -50,7 +50,7 @@ class NetworkPlan(Plan):
 
     Attributes:
       credentials: its keys; None without TLS.
-      forms: forms of the state.
+      state_codec: the forms in which the state travels.
       workdir: keeps the newest roster.
       steps_per_round: inner steps of the schedule.
       by_time: True for `--pace=time`.
@@ -59,7 +59,7 @@ class NetworkPlan(Plan):
     """
 
     credentials: Credentials | None
-    forms: StateCodec
+    state_codec: StateCodec
     workdir: Path
     steps_per_round: float
     by_time: bool = False
@@ -82,12 +82,12 @@ class NetworkThread:
         self._plan, self._report = plan, report
         self._arriving: deque[Correction | CaughtUp] = deque()  # from the network's thread to the training's
         self._inbox: list[Correction | CaughtUp] = []  # of the training's thread alone
-        self._met: deque[RoundOutcome] = deque()  # from the network's thread to the training's
+        self._outcomes: deque[RoundOutcome] = deque()  # from the network's thread to the training's
         self._giving = 0  # calls that fetch weights now
         self._steps = 0  # inner steps begun
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="island-decode")
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(self._tell_fault)
+        self._loop.set_exception_handler(self._log_fault)
         self._thread = threading.Thread(target=self._loop.run_forever, name="island-network", daemon=True)
         self._is_closed = self.is_listening = False
         self._asking: Future[Any] | None = None
@@ -96,8 +96,8 @@ class NetworkThread:
         authority = None if plan.credentials is None else plan.credentials.authority
         parse = None if authority is None else partial(parse_document, run=plan.roster.run, authority=authority)
         self.node = Node(plan, self.dialler, self, self.pace, parse)
-        self.copies = Copies(self.node.view, plan.forms, self.run, self._arriving.append)
-        self._listener = Listener(self.node, self._give, lambda: self.node.view.roster, plan.credentials)
+        self.copies = Copies(self.node.table, plan.state_codec, self.run, self._arriving.append)
+        self._listener = Listener(self.node, self._give, plan.credentials)
 
     # Start and end.
 
@@ -112,7 +112,7 @@ class NetworkThread:
     def begin(self) -> "Future[None]":
         """Begin to wait until the island may train; the result raises `UserError` as `start.begin`."""
         plan, catch_up = self._plan, CatchUp(self.node, self.copies)
-        return self.submit(begin(self.node.view, catch_up, plan.saved is not None, plan.began_before))
+        return self.submit(begin(self.node.table, catch_up, plan.saved is not None, plan.began_before))
 
     def leave(self, phase: Any = pb.Status.LEAVING) -> None:
         """Begin no further exchange, and tell the peers one of `peers.ENDED`."""
@@ -167,15 +167,15 @@ class NetworkThread:
         self._inbox = corrections
         return self._taken(len(self._inbox)), saved
 
-    def take_met(self) -> list[RoundOutcome]:
+    def take_outcomes(self) -> list[RoundOutcome]:
         """Return the outcomes since the last call."""
-        return [self._met.popleft() for _ in range(len(self._met))]
+        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def settle(self, round: int, seconds: float) -> None:
         """Wait until every exchange of this round and earlier ones has ended, up to so many seconds."""
 
         async def settled() -> None:
-            await asyncio.wait_for(self.node.view.until(lambda: not self.node.meetings.is_open(round)), seconds)
+            await asyncio.wait_for(self.node.table.until(lambda: not self.node.meetings.is_open(round)), seconds)
 
         with contextlib.suppress(TimeoutError):
             self.submit(settled()).result()
@@ -192,16 +192,16 @@ class NetworkThread:
     @property
     def is_exchanging(self) -> bool:
         """True while messages may arrive."""
-        return self.node.meetings.is_open(self.node.view.round)
+        return self.node.meetings.is_open(self.node.table.round)
 
     @property
     def is_removed(self) -> bool:
         """True once the island has ended its last round as a member."""
-        return self.node.view.is_removed
+        return self.node.table.is_removed
 
     def active(self) -> tuple[str, ...]:
         """Return the members of the last round, by their ids."""
-        return self.node.view.roster.active(max(self.node.view.round, 0))
+        return self.node.table.roster.active(max(self.node.table.round, 0))
 
     # Weights for others.
 
@@ -212,26 +212,12 @@ class NetworkThread:
 
     async def fetch(self, peer: str, seconds: float, more: float) -> list[np.ndarray]:
         """Return a peer's exact last weights, on the network's thread; see `fetch.fetch`."""
-        specs = self._plan.forms.weights
+        specs = self._plan.state_codec.weights
         return (await fetch(self.dialler, peer, specs, self._plan.workdir, seconds, more=more, last=True))[0]
-
-    # From any thread, without waiting: what peers have told so far.
-
-    def finished(self) -> list[str]:
-        """Return the members that have taken their last step."""
-        return self.node.finished()
-
-    def unfinished(self) -> list[str]:
-        """Return the members that are not known to have taken their last step, and may still take it."""
-        return self.node.unfinished()
-
-    def unmerged(self, names: Sequence[str]) -> list[str]:
-        """Return the peers among these that may still want the last weights."""
-        return self.node.unmerged(names)
 
     def ask(self, names: Sequence[str], seconds: float) -> None:
         """Begin to ask peers where they are."""
-        self._asking = self.submit(self.node.view.ask(names, seconds))
+        self._asking = self.submit(self.node.table.ask(names, seconds))
 
     # As `TrainerCallbacks`, on the network's thread.
 
@@ -241,14 +227,14 @@ class NetworkThread:
     def deliver(self, round: int, correct: Callable[[], Any]) -> None:
         self._arriving.append(Correction(round, self._worker.submit(correct)))
 
-    def outcome(self, met: RoundOutcome) -> None:
-        self._met.append(met)
+    def outcome(self, outcome: RoundOutcome) -> None:
+        self._outcomes.append(outcome)
 
-    def tell(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self._report(line)
 
     def keep(self, roster: Roster) -> None:
-        self.node.view.start(self.run(write_members, self._plan.workdir / MEMBERS_FILE, roster))
+        self.node.table.start(self.run(write_members, self._plan.workdir / MEMBERS_FILE, roster))
 
     @property
     def num_steps(self) -> int:
@@ -270,8 +256,7 @@ class NetworkThread:
 
     async def _open(self) -> None:
         plan, credentials = self._plan, self._plan.credentials
-        own = plan.roster.member(plan.name)
-        address = plan.address or own.address
+        address = plan.roster.member(plan.name).address
         if address.can_be_dialled:
             await self._check_alone()
         if address.can_be_dialled or plan.listen:
@@ -279,8 +264,8 @@ class NetworkThread:
             await self._listener.open(plan.listen or Address(host.strip("[]"), address.port))
         self.is_listening = True
         if credentials is not None and (line := expiry_warning(credentials, plan.name)):
-            self.tell(line)
-        await admit(self.node.view)
+            self.log(line)
+        await admit(self.node.table)
 
     async def _check_alone(self) -> None:
         """Raise `UserError` where an island of this name answers at its address."""
@@ -294,13 +279,13 @@ class NetworkThread:
     async def _give(self, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
         self._giving += 1
         try:
-            async for frame in give(self.node.view, self.copies, request):
+            async for frame in give(self.node.table, self.copies, request):
                 yield frame
         finally:
             self._giving -= 1
 
     async def _close(self) -> None:
-        await self.node.view.close()
+        await self.node.table.close()
         await self._listener.close()
         await self.dialler.close()
         left = asyncio.all_tasks() - {asyncio.current_task()}  # such as `begin`, of an island that is told to stop
@@ -308,11 +293,11 @@ class NetworkThread:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    def _tell_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _log_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not is_fault(context):
             return
         fault = context.get("exception") or context["message"]
-        self.node.view.tell(f"a fault of this program, please report it: {fault!r}")
+        self.node.table.log(f"a fault of this program, please report it: {fault!r}")
         loop.default_exception_handler(context)  # logs the stack
 
     def submit(self, coroutine: Any) -> "Future[Any]":

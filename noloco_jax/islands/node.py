@@ -23,7 +23,7 @@ class Node:
     Args:
       plan: what the island brings.
       network: calls to the others.
-      world: the training.
+      trainer: the training.
       pace: of this island.
       parse: (document) -> roster; raises `BadRosterError`. None: a newer roster is never taken, without TLS.
     """
@@ -32,7 +32,7 @@ class Node:
         self,
         plan: Plan,
         network: Network,
-        world: TrainerCallbacks,
+        trainer: TrainerCallbacks,
         pace: Pace,
         parse: Callable[[bytes], Roster] | None = None,
     ):
@@ -40,8 +40,8 @@ class Node:
         self.figures: dict[str, float] = {}
         self._donated: int | None = None  # round of a donor's weights, until the training continues from them
         self._details, self._num_rounds = plan.details, plan.num_rounds
-        self.view = PeerTable(plan, network, world, pace, parse, self._peer_ended, self._members_changed)
-        self.meetings = Meetings(self.view, plan.saved)
+        self.table = PeerTable(plan, network, trainer, pace, parse, self._peer_ended, self._members_changed)
+        self.meetings = Meetings(self.table, plan.saved)
 
     # The training's side.
 
@@ -59,12 +59,12 @@ class Node:
         """
         if self._donated is not None:
             return
-        view = self.view
-        assert round == view.round + 1, f"round {round} follows round {view.round}"
-        view.round, self.step = round, step
-        view.pace.round_ended(round, asyncio.get_running_loop().time())
+        table = self.table
+        assert round == table.round + 1, f"round {round} follows round {table.round}"
+        table.round, self.step = round, step
+        table.pace.round_ended(round, asyncio.get_running_loop().time())
         self.meetings.begin(round, own, norm, tokens)
-        view.notify()
+        table.notify()
 
     def applied(self, round: int) -> None:
         """Learn that messages from now on have the correction of a round, or a donor's weights of that round."""
@@ -74,32 +74,34 @@ class Node:
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol's state, to save with weights in which everything delivered is applied."""
-        view = self.view
-        known = {one.name: [*one.distance, one.quarantined_until] for one in view.peers.values()}
+        table = self.table
+        known = {one.name: [*one.distance, one.quarantined_until] for one in table.peers.values()}
         peers = {name: values for name, values in known.items() if any(values)}
-        return {"round": view.round, "has_averaged": view.has_averaged, "peers": peers, **self.meetings.to_json()}
+        return {"round": table.round, "has_averaged": table.has_averaged, "peers": peers, **self.meetings.to_json()}
 
     def leave(self, phase: Any) -> None:
         """End all meetings, and tell the peers: the phase is one of `ENDED`."""
-        view = self.view
-        view.phase = phase
+        table = self.table
+        table.phase = phase
         self.meetings.end("leaving")
-        names = [peer.name for peer in view.peers.values() if peer.phase != pb.Status.LEAVING and not peer.wrong]
-        view.start(view.ask(names, GREET_SECONDS / 2))
-        view.notify()
+        names = [peer.name for peer in table.peers.values() if peer.phase != pb.Status.LEAVING and not peer.wrong]
+        table.start(table.ask(names, GREET_SECONDS / 2))
+        table.notify()
 
     def adopt(self, donor: str, round: int, step: int, has_averaged: bool) -> None:
         """Continue from a donor's weights: forget the exchanges of the old ones."""
-        view = self.view
+        table = self.table
         self.meetings.end("weights of a peer took this island's place")
         self.meetings.unapplied.clear()
-        view.round = self._donated = round
+        table.round = self._donated = round
         self.step = step
-        view.has_averaged = view.has_averaged or has_averaged
-        view.incarnation += 1
-        view.pace.restart()
-        view.world.outcome(RoundOutcome(round, donor, "caught up"))
-        view.notify()
+        table.has_averaged = table.has_averaged or has_averaged
+        table.incarnation += 1
+        table.pace.restart()
+        table.trainer.outcome(RoundOutcome(round, donor, "caught up"))
+        table.notify()
+
+    # From any thread, without waiting: what peers have told so far.
 
     def finished(self) -> list[str]:
         """Return the members that have taken their last step."""
@@ -112,44 +114,42 @@ class Node:
     def unmerged(self, names: Iterable[str]) -> list[str]:
         """Return those of these peers that may still want this island's last weights: they have not gone."""
         over = (pb.Status.MERGED, pb.Status.LEAVING, pb.Status.GONE)
-        known = self.view.peers  # once: the network's thread may replace it
+        known = self.table.peers  # once: the network's thread may replace it
         peers = [known[name] for name in names if name in known]
         return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
 
-    def end_of(self, name: str) -> str:
-        """Return why an island is a member no more, see `PeerTable.end_of`."""
-        return self.view.end_of(name)
+    # The peers' side.
 
     async def greeted(self, name: str, greeting: pb.Greeting) -> pb.Status:
         """Answer a greeting of an island or a command; `name` is that of the caller's certificate."""
         check_greeting(greeting)
-        view = self.view
+        table = self.table
         if greeting.HasField("roster"):
-            view.take_roster(greeting.roster.SerializeToString(), name)
-        wrong, peer = "", view.peers.get(name)
+            table.take_roster(greeting.roster.SerializeToString(), name)
+        wrong, peer = "", table.peers.get(name)
         if peer is not None and greeting.identity:
-            peer.wrong = wrong = difference(view.identity, greeting.identity, name)
-            view.hear(name, incarnation=greeting.incarnation, address=greeting.address)
+            peer.wrong = wrong = difference(table.identity, greeting.identity, name)
+            table.hear(name, incarnation=greeting.incarnation)
             if greeting.incarnation == peer.incarnation:  # not one of an earlier start
-                view.hear_phase(name, greeting.phase)
-            view.take_news(name, greeting.roster_version)
+                table.hear_phase(name, greeting.phase)
+            table.take_news(name, greeting.roster_version)
         elif peer is not None and greeting.phase in (pb.Status.GONE, pb.Status.MERGED):  # its launcher tells it
-            view.hear(name, 0)
-            view.hear_phase(name, greeting.phase)
-        if greeting.until_ready:
+            table.hear(name, 0)
+            table.hear_phase(name, greeting.phase)
+        if greeting.hold_seconds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(greeting.hold_seconds):
-                    await view.until(lambda: view.phase != pb.Status.STARTING)
-        if ended := self.end_of(name):
-            status = pb.Status(wrong=ended, roster_version=view.roster.version)
+                    await table.until(lambda: table.phase != pb.Status.STARTING)
+        if ended := table.end_of(name):
+            status = pb.Status(wrong=ended, roster_version=table.roster.version)
         else:
             status = self.status(for_people=not greeting.identity)
-            for about in (view.peers[other] for other in greeting.about if other in view.peers):
+            for about in (table.peers[other] for other in greeting.about if other in table.peers):
                 status.peers.add(name=about.name, phase=about.phase)
         if wrong:
-            status.wrong = difference(greeting.identity, view.identity, view.name)
-        if (greeting.wants_roster or ended) and view.roster.version > greeting.roster_version:
-            status.roster.ParseFromString(view.roster.document)
+            status.wrong = difference(greeting.identity, table.identity, table.name)
+        if (greeting.wants_roster or ended) and table.roster.version > greeting.roster_version:
+            status.roster.ParseFromString(table.roster.document)
         if greeting.wants_details and not ended:
             status.details = self._details
         return status
@@ -157,46 +157,46 @@ class Node:
     async def watched(self, request: pb.WatchRequest) -> AsyncGenerator[pb.Status, None]:
         """Yield this island's status at once, every so many seconds, and whenever its phase changes."""
         check_watch(request)
-        view = self.view
+        table = self.table
         while True:
-            phase = view.phase
+            phase = table.phase
             yield self.status(for_people=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(request.every_seconds):
-                    await view.until(lambda: view.phase != phase)  # noqa: B023 - awaited before the next one
+                    await table.until(lambda: table.phase != phase)  # noqa: B023 - awaited before the next one
 
     def _active(self) -> list[Peer]:
         """Return the other members of the last round, by their ids."""
-        view, known = self.view, self.view.peers
-        return [known[name] for name in view.roster.active(max(view.round, 0)) if name in known]
+        table, known = self.table, self.table.peers
+        return [known[name] for name in table.roster.active(max(table.round, 0)) if name in known]
 
     def status(self, for_people: bool = False) -> pb.Status:
         """Return this island's status; for people with figures, its latest lines, and the peers that have a fault.
 
         Its size does not depend on the number of members.
         """
-        view, meetings = self.view, self.meetings
+        table, meetings = self.table, self.meetings
         status = pb.Status(
-            phase=view.phase,
-            incarnation=view.incarnation,
-            round=view.round,
+            phase=table.phase,
+            incarnation=table.incarnation,
+            round=table.round,
             step=self.step,
-            has_averaged=view.has_averaged,
+            has_averaged=table.has_averaged,
             due=meetings.due,
             committed=meetings.committed,
             one_sided=meetings.one_sided,
             steps_late=meetings.steps_late,
-            partner=(view.partner(view.round) or "") if view.round >= 0 else "",
-            roster_version=view.roster.version,
-            num_members=len(view.roster.active(max(view.round, 0))),
-            timing=view.timing(),
+            partner=(table.partner(table.round) or "") if table.round >= 0 else "",
+            roster_version=table.roster.version,
+            num_members=len(table.roster.active(max(table.round, 0))),
+            round_seconds=table.pace.round_seconds(),
             num_rounds=self._num_rounds,
         )
         if not for_people:
             return status
         status.figures.update(self.figures)
-        status.notices.extend(view.notices[-LINES:])
-        faults = ((peer.name, peer.fault(view.round)) for peer in view.peers.values())
+        status.notices.extend(table.notices[-LINES:])
+        faults = ((peer.name, peer.fault(table.round)) for peer in table.peers.values())
         for name, fault in itertools.islice((found for found in faults if found[1]), FAULTS):
             status.peers.add(name=name, fault=fault)
         return status
@@ -205,4 +205,4 @@ class Node:
         self.meetings.peer_left(peer)
 
     def _members_changed(self) -> None:
-        self.meetings.end("the partner is no member any more", lambda meeting: meeting.partner not in self.view.peers)
+        self.meetings.end("the partner is no member any more", lambda meeting: meeting.partner not in self.table.peers)

@@ -20,7 +20,7 @@ from noloco_jax.optim.pairing import Pairing, RandomPairing, largest_group
 def checked_pairing(outer: OuterOptimizer, count: int) -> Pairing:
     """Return the pairing of an outer optimizer; raise `ValueError` where islands cannot follow it."""
     if not isinstance(outer, OuterOptimizer) or not isinstance(outer.steps.exchange, MeanExchange):
-        raise ValueError("islands meet in pairs: give outer=noloco_jax.noloco(...)")
+        raise ValueError("islands exchange in pairs: give outer=noloco_jax.noloco(...)")
     if outer.steps.schedule.delay:
         raise ValueError(
             f"delay={outer.steps.schedule.delay} is not for islands: leave it out, corrections enter when they arrive"
@@ -31,7 +31,7 @@ def checked_pairing(outer: OuterOptimizer, count: int) -> Pairing:
     if pairing.num_replicas != count or largest_group(pairing) > 2:
         raise ValueError(
             f"the pairing is of {pairing.num_replicas} replicas in groups of {largest_group(pairing)}, and the roster "
-            f"has {count} islands, which meet in pairs: leave the pairing out"
+            f"has {count} islands, which exchange in pairs: leave the pairing out"
         )
     return pairing
 

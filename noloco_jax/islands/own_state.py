@@ -26,7 +26,8 @@ class OwnState:
     Args:
       outer: the outer optimizer.
       params: the weights.
-      rest: what travels with them; its values are those with which moments begin anew.
+      rest: what travels with them.
+      fresh: what of `rest` begins anew with these values, see `Island.begin`.
 
     Attributes:
       params, rest: specs of the user's trees.
@@ -34,15 +35,14 @@ class OwnState:
       local: programs of local steps and corrections, not compiled.
     """
 
-    def __init__(self, outer: OuterOptimizer, params: PyTree, rest: PyTree):
+    def __init__(self, outer: OuterOptimizer, params: PyTree, rest: PyTree, fresh: PyTree = False):
         self._outer = outer
         self.params, self.rest = TreeSpec(params, "params", is_computed=True), TreeSpec(rest, "rest")
         shapes = self.params.shapes()
         outer_shapes = self._shapes_of_outer(shapes)
         self.local = build_own(outer, shapes, outer_shapes)
         self.places = TrainState(shapes, self.rest.shapes(), outer_shapes)
-        first = self.rest.arrays(rest)
-        self._fresh = fresh_values(first, self.places.params)
+        self._fresh = fresh_values(self.rest.arrays(rest), fresh)
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
@@ -60,8 +60,8 @@ class OwnState:
         return specs if count == 1 or self.places.outer.windows is None else {**specs, "fragments": described(count)}
 
     @property
-    def forms(self) -> StateCodec:
-        """Return the forms in which the state travels."""
+    def state_codec(self) -> StateCodec:
+        """Return the codec of the state."""
         first, count = (len(jax.tree.leaves(tree)) for tree in self.places[:2])
         carried = [first + number for number in range(count) if number not in self._fresh]
         return StateCodec(specs_of(self.places), first, carried)
@@ -122,42 +122,17 @@ class OwnState:
         return placed_state._replace(windows=jax.tree.map(lambda x: placed(x, whole), shapes.windows))
 
 
-def begins_anew(rest: PyTree, params: PyTree) -> list[bool]:
-    """Return for every leaf of `rest` whether it begins anew, or is the peer's, where only weights are taken.
+def fresh_values(rest: PyTree, fresh: PyTree) -> dict[int, np.ndarray]:
+    """Return the number and first value of every leaf of `rest` that begins anew.
 
-    A part of the tree that holds arrays of the weights' shapes, or trees of the weights' structure as Adafactor's rows
-    and columns are, directly beside others, as Optax's `ScaleByAdamState` holds its moments beside their counter,
-    begins anew as a whole: a counter of many steps beside fresh moments would make Adam's first updates several times
-    too large. The user's outermost dict, list or tuple is no such part: each of its entries is judged by itself.
+    Raises `ValueError` where `fresh` is no prefix of `rest`.
     """
-    shapes = {x.shape for x in jax.tree.leaves(params) if x.ndim}
-    structure = jax.tree.structure(params)
-    flags: list[bool] = []
-
-    def is_like_weights(node: PyTree) -> bool:
-        leaves = jax.tree.leaves(node)
-        real = (np.issubdtype(x.dtype, np.inexact) or x.dtype.name == "bfloat16" for x in leaves)
-        has_structure = len(leaves) > 1 and jax.tree.structure(node) == structure
-        return bool(leaves) and all(real) and (has_structure or all(x.shape in shapes for x in leaves))
-
-    def walk(node: PyTree) -> None:
-        children = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
-        if len(children) == 1 and children[0] is node:  # a leaf
-            flags.append(is_like_weights(node))
-        elif any(map(is_like_weights, children)) and not (node is rest and type(node) in (dict, list, tuple)):
-            flags.extend([True] * len(jax.tree.leaves(node)))
-        else:
-            for child in children:
-                walk(child)
-
-    walk(rest)
-    return flags
-
-
-def fresh_values(rest: PyTree, params: PyTree) -> dict[int, np.ndarray]:
-    """Return the number and first value of every leaf of `rest` that begins anew."""
+    try:
+        flags = jax.tree.leaves(jax.tree.broadcast(fresh, rest))
+    except ValueError as error:
+        raise ValueError(f"fresh={fresh!r} does not begin like rest: give True, False or a tree ({error})") from None
     found = {}
-    for number, (x, flag) in enumerate(zip(jax.tree.leaves(rest), begins_anew(rest, params), strict=True)):
+    for number, (x, flag) in enumerate(zip(jax.tree.leaves(rest), flags, strict=True)):
         if flag:
             values = np.array(x)
             # Zeros of NumPy's own take no memory until they are used.

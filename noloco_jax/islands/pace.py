@@ -102,9 +102,9 @@ class Pace:
         """Return what to tell a partner of a round that this island has ended."""
         with self._lock:
             ended, _ = self._ends.get(round, (now, 0))
-            return pb.Timing(round=round, ago=max(now - ended, 0.0), round_seconds=self._round_seconds())
+            return pb.Timing(ago=max(now - ended, 0.0), round_seconds=self._round_seconds())
 
-    def meet(
+    def adapt(
         self, partner: str, round: int, timing: pb.Timing, came: float, now: float, has_called: bool = True
     ) -> None:
         """Adapt to a partner that has ended a round.

@@ -5,21 +5,19 @@ training are behind `Network` and `TrainerCallbacks`; tests have both in memory,
 """
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.bounds import Distance
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.interfaces import Network, Plan, TrainerCallbacks
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_status, digest
-from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, parse_dialled, version_of
+from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, version_of
 
-TOLD_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
+LOG_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
 ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster
 GREET_SECONDS = 10.0  # for an answer to a greeting
 
@@ -28,7 +26,7 @@ class PeerTable:
     """Table of an island's peers.
 
     Args:
-      plan, network, world, pace, parse: as for `Node`.
+      plan, network, trainer, pace, parse: as for `Node`.
       peer_ended: called with a peer that begins no further exchange.
       members_changed: called when peers have come or gone.
     """
@@ -37,7 +35,7 @@ class PeerTable:
         self,
         plan: Plan,
         network: Network,
-        world: TrainerCallbacks,
+        trainer: TrainerCallbacks,
         pace: Pace,
         parse: Callable[[bytes], Roster] | None,
         peer_ended: Callable[[Peer], None],
@@ -46,7 +44,7 @@ class PeerTable:
         saved = plan.saved
         self.name, self.roster, self.identity, self.codec = plan.name, plan.roster, plan.identity, plan.codec
         self.patience, self.incarnation, self.digest = plan.patience, plan.incarnation, digest(plan.identity)
-        self.network, self.world, self.pace = network, world, pace
+        self.network, self.trainer, self.pace = network, trainer, pace
         self.round: int = saved["round"] if saved else -1
         self.has_averaged: bool = bool(saved and saved["has_averaged"])
         self.phase: Any = pb.Status.STARTING
@@ -56,8 +54,10 @@ class PeerTable:
         self._peer_ended, self._members_changed = peer_ended, members_changed
         self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
         self._tasks: set[asyncio.Task] = set()
-        self._told_badly: dict[str, float] = {}  # who told a roster that nobody signed, and when
-        self._told: dict[tuple[str, str], tuple[int, float]] = {}  # (peer, kind) -> lines so far, time of the last told
+        self._bad_senders: dict[str, float] = {}  # who sent a roster that nobody signed, and when
+        self._logged: dict[
+            tuple[str, str], tuple[int, float]
+        ] = {}  # (peer, kind) -> lines so far, time of the last logged
         self.follow(plan.roster)
         for other, (count, size, until) in (saved["peers"] if saved else {}).items():
             if other in self.peers:
@@ -80,25 +80,13 @@ class PeerTable:
 
     # Peers.
 
-    def hear(self, name: str, round: int = -1, incarnation: int = 0, address: str | None = None) -> None:
-        """Learn what a peer tells of itself; -1, 0 and None stand for what it does not tell.
-
-        An empty address stands for that in the roster.
-        """
+    def hear(self, name: str, round: int = -1, incarnation: int = 0) -> None:
+        """Learn what a peer tells of itself; -1 and 0 stand for what it does not tell."""
         peer = self.peers[name]
-        peer.heard, peer.silent = self._now(), 0
+        peer.silent = 0
         if incarnation > peer.incarnation:
             peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
         peer.round = max(peer.round, round)
-        if address is None:
-            return
-        with contextlib.suppress(UserError):  # a text that is no address
-            dialled = parse_dialled(address) if address else None
-            if dialled != peer.address:
-                peer.address = dialled
-                there = dialled or self.roster.member(name).address
-                self.tell_of(name, "address", f"{name} is at {there} from now on")
-                self._follow_addresses()
 
     def hear_phase(self, name: str, phase: Any) -> None:
         """Learn a peer's phase: it ends once, and for good until a later start, so that what comes late is ignored."""
@@ -131,7 +119,7 @@ class PeerTable:
             self.peers[name].wrong = status.wrong[:300]
             if not status.wrong:
                 found[name] = status
-                is_known = status.timing.round_seconds or status.phase in FINISHED
+                is_known = status.round_seconds or status.phase in FINISHED
                 self.hear(name, status.round if is_known else -1, status.incarnation)
                 self.hear_phase(name, status.phase)
                 self.take_news(name, status.roster_version)
@@ -147,24 +135,9 @@ class PeerTable:
             identity=self.identity,
             incarnation=self.incarnation,
             roster_version=self.roster.version,
-            address=self.told_address,
             phase=self.phase,
             **fields,
         )
-
-    def timing(self, round: int | None = None) -> pb.Timing:
-        """Return what to tell of a round's end; None: of the last one's."""
-        return self.pace.timing(max(self.round, 0) if round is None else round, self._now())
-
-    @property
-    def told_address(self) -> str:
-        """This island's address where it is another than in the roster, otherwise an empty text."""
-        return "" if self._plan.address is None else str(self._plan.address)
-
-    def can_be_dialled(self, name: str) -> bool:
-        """Return whether this island, or a peer, has an address."""
-        told = self._plan.address if name == self.name else self.peers[name].address
-        return (told or self.roster.member(name).address).can_be_dialled
 
     # The roster.
 
@@ -173,30 +146,26 @@ class PeerTable:
         self.roster = roster
         names = [name for name in roster.names if name != self.name and not roster.is_over(name, self.round)]
         self.peers = {name: self.peers.get(name) or Peer(name) for name in names}
-        self._follow_addresses()
+        self.network.follow(roster)
 
-    def _follow_addresses(self) -> None:
-        told = {peer.name: peer.address for peer in self.peers.values() if peer.address is not None}
-        self.network.follow(self.roster, told)
-
-    def take_roster(self, document: bytes, teller: str) -> None:
+    def take_roster(self, document: bytes, sender: str) -> None:
         """Take a newer roster that the run's authority has signed; ignore others."""
         now = self._now()
         if self._parse is None or version_of(document) <= self.roster.version:
             return
-        if now - self._told_badly.get(teller, -ROSTER_SECONDS) < ROSTER_SECONDS:
+        if now - self._bad_senders.get(sender, -ROSTER_SECONDS) < ROSTER_SECONDS:
             return  # a signature takes time to check
         try:
             roster = self._parse(document)
         except BadRosterError as error:
-            self._told_badly = {**dict([*self._told_badly.items()][-99:]), teller: now}
-            self.tell_of(teller, "roster", f"{teller} told a roster that is not taken: {error}")
+            self._bad_senders = {**dict([*self._bad_senders.items()][-99:]), sender: now}
+            self.log_of(sender, "roster", f"{sender} sent a roster that is refused: {error}")
             return
         if roster.founders != self.roster.founders:
             return
         for line in changes(self.roster, roster):
-            self.tell(line)
-        self.world.keep(roster)
+            self.log(line)
+        self.trainer.keep(roster)
         self.follow(roster)
         self._members_changed()
         self.notify()
@@ -246,16 +215,16 @@ class PeerTable:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    def tell_of(self, name: str, kind: str, line: str) -> None:
-        """Tell a line on a peer, unless one of its kind was told within an hour and they are not ten times as many."""
-        count, last = self._told.get((name, kind), (0, -math.inf))
+    def log_of(self, name: str, kind: str, line: str) -> None:
+        """Log a line on a peer, unless one of its kind was logged within an hour and they are not ten times as many."""
+        count, last = self._logged.get((name, kind), (0, -math.inf))
         count, now = count + 1, self._now()
-        is_told = now - last >= TOLD_AGAIN_SECONDS or count == 10 ** (len(str(count)) - 1)
-        self._told[name, kind] = count, now if is_told else last
+        is_told = now - last >= LOG_AGAIN_SECONDS or count == 10 ** (len(str(count)) - 1)
+        self._logged[name, kind] = count, now if is_told else last
         if is_told:
-            self.tell(line if count == 1 else f"{line}; number {count} of such lines on {name}")
+            self.log(line if count == 1 else f"{line}; number {count} of such lines on {name}")
 
-    def tell(self, line: str) -> None:
-        """Tell people, and those who watch."""
+    def log(self, line: str) -> None:
+        """Log a line for people, and for those who watch."""
         self.notices = [*self.notices[-19:], line[:300]]
-        self.world.tell(line)
+        self.trainer.log(line)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.bounds import Distance
 from noloco_jax.islands.exchange import MAX_TOKENS, ProtocolError
-from noloco_jax.islands.roster import Address
 
-PROTOCOL = "9"  # islands of two protocols refuse each other
+PROTOCOL = "10"  # islands of two protocols refuse each other
 MAX_ROUND = 2**40
 MAX_VALUES, MAX_TEXT = 512, 4096  # of an identity
 FAULTS, LINES = 8, 3  # in a status: of so many peers, and the latest lines
@@ -33,25 +32,21 @@ class Peer:
 
     Attributes:
       round: the last round that it told to have ended; -1: unknown.
-      heard: time when it was last heard; None: never.
       incarnation: the newest one that it told.
       phase: the last one that it told, of this incarnation.
       silent: questions in a row that it did not answer, since it was last heard.
       wrong: the reason for which one of the two refuses the other.
       broken: broken messages in a row.
-      quarantined_until: the round from which on it is met again after them.
+      quarantined_until: the round from which on exchanges with it begin again after them.
       distance: see `bounds.Distance`.
-      met: the last round that was exchanged with it.
+      last_exchanged: the last round that was exchanged with it.
       left_out: True while nothing is taken from it.
-      address: a newer one than in the roster, which it has told itself.
       asked_for_roster: time when it was last asked for its roster.
       delay: seconds that a message takes to it or back, as of its last answer; 0 while it was never dialled.
-      told_silence: the reason for which it did not answer, as was told, and when it had been heard.
     """
 
     name: str
     round: int = -1
-    heard: float | None = None
     incarnation: int = 0
     phase: int = pb.Status.STARTING
     silent: int = 0
@@ -59,12 +54,10 @@ class Peer:
     broken: int = 0
     quarantined_until: int = 0
     distance: Distance = field(default_factory=Distance)
-    met: int = -1
+    last_exchanged: int = -1
     left_out: bool = False
-    address: Address | None = None
     asked_for_roster: float = -math.inf
     delay: float = 0.0
-    told_silence: tuple[str, float | None] | None = None
 
     def fault(self, round: int) -> str:
         """Return the reason for which nothing is exchanged with it in a round, or an empty text."""
@@ -92,22 +85,28 @@ def difference(own: Mapping[str, str], other: Mapping[str, str], peer: str) -> s
     return ""
 
 
+def check_round(round: int) -> None:
+    """Raise `ProtocolError` for a last round that no run has."""
+    if not -1 <= round < MAX_ROUND:
+        raise ProtocolError("an impossible round")
+
+
 def check_hello(hello: pb.Hello) -> None:
     """Raise `ProtocolError` for a Hello that no honest island sends."""
-    if not (hello.round < MAX_ROUND and 0 < hello.tokens <= MAX_TOKENS and len(hello.address) <= 300):
+    if not (hello.round < MAX_ROUND and 0 < hello.tokens <= MAX_TOKENS):
         raise ProtocolError("a Hello of impossible values")
     check_timing(hello.timing)
 
 
 def check_timing(timing: pb.Timing) -> None:
     """Raise `ProtocolError` for a timing that is none."""
-    if not (timing.round < MAX_ROUND and 0 <= timing.ago < math.inf and 0 <= timing.round_seconds < math.inf):
+    if not (0 <= timing.ago < math.inf and 0 <= timing.round_seconds < math.inf):
         raise ProtocolError("a timing of impossible values")
 
 
 def check_greeting(greeting: pb.Greeting) -> None:
     """Raise `ProtocolError` for a greeting that no honest island or command sends."""
-    texts = (*greeting.identity.keys(), *greeting.identity.values(), greeting.address)
+    texts = (*greeting.identity.keys(), *greeting.identity.values())
     if len(greeting.identity) > MAX_VALUES or any(len(text) > MAX_TEXT for text in texts):
         raise ProtocolError("an identity of too many values")
     if not 0 <= greeting.hold_seconds <= 600:
@@ -124,6 +123,6 @@ def check_watch(request: pb.WatchRequest) -> None:
 
 def check_status(status: pb.Status) -> None:
     """Raise `ProtocolError` for a status that no honest island tells."""
-    if not -1 <= status.round < MAX_ROUND or status.step >= MAX_ROUND:
+    check_round(status.round)
+    if not (status.step < MAX_ROUND and 0 <= status.round_seconds < math.inf):
         raise ProtocolError("a status of impossible values")
-    check_timing(status.timing)

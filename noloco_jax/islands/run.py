@@ -31,7 +31,7 @@ from noloco_jax.islands.network import NetworkPlan, NetworkThread, is_done
 from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.payload import StateCodec, codec_of, specs_of
 from noloco_jax.islands.programs import LocalPrograms, at_rest, build_local, compile_local
-from noloco_jax.islands.roster import parse_address, parse_dialled
+from noloco_jax.islands.roster import parse_address
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.metrics.evaluate import evaluate_alone
@@ -71,7 +71,6 @@ def train_island(config: TrainConfig, rank: ProcessRank | None, flags: argparse.
         flags.pace,
         flags.linger,
         None if flags.listen is None else parse_address(flags.listen),
-        None if flags.address is None else parse_dialled(flags.address),
     )
     member.check(config)
     use_gpu_memory()
@@ -88,7 +87,7 @@ def train_island(config: TrainConfig, rank: ProcessRank | None, flags: argparse.
 def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: RunFlags) -> int:
     """Train one replica in its own program, which exchanges with other islands over the network.
 
-    Of an island of several processes, the first one alone meets the others, see `steps.py`.
+    Of an island of several processes, the first one alone exchanges with the others, see `steps.py`.
 
     Args:
       run_config: the run of all islands.
@@ -195,7 +194,7 @@ def link_plan(
         identity=member.identity(config, programs, tokenizer),
         partner=partner_by(pairing(config.num_replicas, config.seed, config.outer), config.outer.fragments),
         codec=codec_of(local.wire, local.message, local.payload, local.dims),
-        forms=StateCodec(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
+        state_codec=StateCodec(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
         patience=PATIENCE * config.outer.fragments,
         fits=partial(can_be_at, schedule, config.num_steps),
         workdir=workdir,
@@ -208,7 +207,6 @@ def link_plan(
         details=json.dumps({"config": to_dict(config), "tokenizer": tokenizer}, default=str),
         advice=partial(settings_that_fit, config.outer.wire, config.outer.sync_every),
         listen=member.listen,
-        address=member.address,
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.network import Correction, NetworkThread
+from noloco_jax.islands.node import Node
 from noloco_jax.islands.payload import Message
 from noloco_jax.islands.programs import LocalPrograms
 from noloco_jax.spmd.first_process import from_first_process, to_first_process
@@ -179,13 +180,13 @@ class IslandSteps:
           report: called with lines for people.
         """
         link = self.link
-        if link is not None and seconds and (unfinished := link.unfinished()):
+        if link is not None and seconds and (unfinished := link.node.unfinished()):
             report(
                 f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most, twice as long "
                 "while they are fetched"
             )
-        self.serve_until(state, step, seconds, is_stopping, lambda link: link.unfinished())
-        if link is not None and (unfinished := link.unfinished()):
+        self.serve_until(state, step, seconds, is_stopping, lambda node: node.unfinished())
+        if link is not None and (unfinished := link.node.unfinished()):
             report(f"leaves; not known to have finished: {', '.join(unfinished)}")
 
     def serve_until(
@@ -194,7 +195,7 @@ class IslandSteps:
         step: int,
         seconds: float,
         is_stopping: Callable[[], bool],
-        awaited: Callable[[NetworkThread], Sequence[str]],
+        awaited: Callable[[Node], Sequence[str]],
     ) -> None:
         """Serve the weights until nobody fetches them and no peer is `awaited`; up to twice as long while one does."""
         started, asked = time.monotonic(), -math.inf
@@ -202,7 +203,7 @@ class IslandSteps:
         def may_leave() -> bool:
             nonlocal asked
             assert self.link is not None
-            names, now = awaited(self.link), time.monotonic()
+            names, now = awaited(self.link.node), time.monotonic()
             if names and now - asked >= _ASK_EVERY_SECONDS:  # what a peer told may have been lost
                 asked = now
                 self.link.ask(names, _ASK_SECONDS)

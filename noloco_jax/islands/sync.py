@@ -44,9 +44,9 @@ class IslandSync:
         self._linger, self._merge, self._log_every = linger, merge, log_every
         self._schedule = schedule
         self._lines: list[SyncEvent] = []
-        self._met: list[RoundOutcome] = []  # outcomes of which `news` is to tell
-        self._untold: list[RoundOutcome] = []  # of them those without a line yet
-        self._step = self._told_at = 0
+        self._outcomes: list[RoundOutcome] = []  # outcomes that `news` has not returned yet
+        self._unlogged: list[RoundOutcome] = []  # of them those without a line yet
+        self._step = self._logged_at = 0
         self._is_last = False  # True once no donor's weights can take these ones' place
         self._bytes: int | float = 0  # of messages exchanged since `bytes_sent`
 
@@ -79,7 +79,7 @@ class IslandSync:
     def finish(self, state: TrainState, step: int) -> TrainState:
         self._is_last = True
         state = self._steps.settle(state, _LAST_SECONDS)
-        self._told_at = -self._log_every  # what has not been told yet is told now
+        self._logged_at = -self._log_every  # what has not been logged yet is logged now
         return state if self._merge is None else self._merge(state, step)
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
@@ -98,7 +98,7 @@ class IslandSync:
         return f"{self._name} was removed from the run" if self._steps.is_removed else None
 
     def bytes_sent(self) -> int | float:
-        self._take_met()
+        self._take_outcomes()
         sent, self._bytes = self._bytes, 0
         return sent
 
@@ -106,36 +106,36 @@ class IslandSync:
         lines, self._lines = self._lines, []
         if self._steps.link is None:
             return lines
-        self._take_met()
-        met, self._met = self._met, []
-        if not met:
+        self._take_outcomes()
+        outcomes, self._outcomes = self._outcomes, []
+        if not outcomes:
             return lines
         status = self._steps.link.status()
-        lines += [SyncEvent("", "exchange", self._figures(one, status)) for one in met]
-        self._untold += met
-        ended = any(one.outcome == "caught up" for one in met)
-        is_due = self._step - self._told_at >= self._log_every or self._step < self._told_at
+        lines += [SyncEvent("", "exchange", self._figures(one, status)) for one in outcomes]
+        self._unlogged += outcomes
+        ended = any(one.outcome == "caught up" for one in outcomes)
+        is_due = self._step - self._logged_at >= self._log_every or self._step < self._logged_at
         if is_due or ended:
-            self._told_at = self._step
+            self._logged_at = self._step
             lines.append(SyncEvent(self._line(status)))
-            self._untold = []
+            self._unlogged = []
         return lines
 
     def close(self, state: TrainState, finished: bool) -> None:
         if finished and self._merge is None:
             self._linger(state)
 
-    def _take_met(self) -> None:
+    def _take_outcomes(self) -> None:
         if self._steps.link is not None:
-            met = self._steps.link.take_met()
-            self._met += met
-            self._bytes += self._num_bytes * sum(one.outcome in ("met", "late") or not one.factor for one in met)
+            outcomes = self._steps.link.take_outcomes()
+            self._outcomes += outcomes
+            self._bytes += self._num_bytes * sum(one.outcome in ("met", "late") or not one.factor for one in outcomes)
 
-    def _figures(self, met: RoundOutcome, status: pb.Status) -> dict[str, Any]:
+    def _figures(self, outcomes: RoundOutcome, status: pb.Status) -> dict[str, Any]:
         """Return what became of a message, and what the exchanges have come to with it, for metrics."""
         return {
-            **met._asdict(),
-            "round": met.round + 1,  # counted from 1, as everywhere in what a run says
+            **outcomes._asdict(),
+            "round": outcomes.round + 1,  # counted from 1, as everywhere in what a run says
             "participation": status.committed / status.due if status.due else 1.0,
             "committed": status.committed,
             "due": status.due,
@@ -146,26 +146,32 @@ class IslandSync:
 
     def _line(self, status: pb.Status) -> str:
         """Return a line on the exchanges since the last one, for people."""
-        met = self._untold
-        rounds = f"round {met[0].round + 1}" if len(met) == 1 else f"rounds {met[0].round + 1} to {met[-1].round + 1}"
-        exchanged = [one for one in met if one.outcome in ("met", "late")]
+        outcomes = self._unlogged
+        rounds = (
+            f"round {outcomes[0].round + 1}"
+            if len(outcomes) == 1
+            else f"rounds {outcomes[0].round + 1} to {outcomes[-1].round + 1}"
+        )
+        exchanged = [one for one in outcomes if one.outcome in ("met", "late")]
         parts = []
         if exchanged:
             late = sum(one.steps_late or 0 for one in exchanged) / len(exchanged)
             names = ", ".join(dict.fromkeys(one.partner for one in exchanged))
             size = format_bytes(self._num_bytes)
-            parts.append(f"met {names} after {late:.3g} step{'s' * (late != 1)}, {size} each way")
+            parts.append(f"exchanged with {names} after {late:.3g} step{'s' * (late != 1)}, {size} each way")
         reasons: dict[str, int] = {}
-        for one in met:
+        for one in outcomes:
             if one.outcome == "alone":
-                text = f"{f'without {one.partner}' if one.partner else 'nobody to meet'}: {one.reason}"
+                text = f"{f'without {one.partner}' if one.partner else 'no partner'}: {one.reason}"
                 reasons[text] = reasons.get(text, 0) + 1
             elif one.outcome == "caught up":
                 parts.append(f"these weights came from {one.partner}")
-        parts += [f"{count} alone, {text}" if len(met) > 1 else f"alone, {text}" for text, count in reasons.items()]
+        parts += [
+            f"{count} alone, {text}" if len(outcomes) > 1 else f"alone, {text}" for text, count in reasons.items()
+        ]
         if scaled := [one.factor for one in exchanged if 0 < one.factor < 1]:
             parts.append(f"scaled to {100 * min(scaled):.2g} %")
-        if one_sided := sum(one.one_sided for one in met):
+        if one_sided := sum(one.one_sided for one in outcomes):
             parts.append(f"{one_sided} one-sided")
         if status.due:
             parts.append(f"participation {100 * status.committed / status.due:.0f} %")

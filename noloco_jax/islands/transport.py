@@ -10,7 +10,7 @@ import contextlib
 import os
 import resource
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -61,11 +61,10 @@ class Dialler:
 
     def __init__(self, name: str, credentials: Credentials | None, roster: Roster):
         self._name, self._credentials, self._roster = name, credentials, roster
-        self._told: dict[str, Address] = {}
         self._channels: dict[tuple[str, str], tuple[tuple[str, str], grpc.aio.Channel]] = {}
 
-    def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
-        self._roster, self._told = roster, dict(addresses)
+    def follow(self, roster: Roster) -> None:
+        self._roster = roster
 
     @contextlib.asynccontextmanager
     async def exchange(self, peer: str) -> AsyncIterator["_Outgoing"]:
@@ -140,11 +139,10 @@ class Dialler:
         member = self._roster.get(peer)
         if member is None:
             raise ConnectionLost(f"{peer} is no member")
-        address = self._told.get(peer, member.address)
-        if not address.can_be_dialled:
+        if not member.address.can_be_dialled:
             raise ConnectionLost("it only dials out")
         certificate = f"{peer}.{member.issued}" if member.issued else peer
-        key = str(address), certificate
+        key = str(member.address), certificate
         known = self._channels.get((peer, use))
         if known is None or known[0] != key:
             self._channels[peer, use] = known = key, self._new_channel(*key, has_pings=use != "weights")
@@ -205,9 +203,8 @@ class Listener:
     """Server of one island.
 
     Args:
-      node: answers calls: a `Node`.
+      node: answers calls, by the roster of its table: a `Node`.
       give: request for weights -> their frames.
-      roster: () -> the roster by which callers are known.
       credentials: the island's keys; None without TLS.
     """
 
@@ -215,10 +212,9 @@ class Listener:
         self,
         node: Any,
         give: Callable[[pb.WeightsRequest], AsyncGenerator[pb.WeightsFrame, None]],
-        roster: Callable[[], Roster],
         credentials: Credentials | None,
     ):
-        self._node, self._give, self._roster, self._credentials = node, give, roster, credentials
+        self._node, self._give, self._credentials = node, give, credentials
         self._calls, self._watches = Counter[str](), Counter[str]()
         self._server: grpc.aio.Server | None = None
 
@@ -290,13 +286,13 @@ class Listener:
         if self._watches[name] >= WATCHES_OF_ONE or self._watches.total() >= WATCHES_OF_ALL:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many dashboards watch it")
         self._watches[name] += 1
-        stream, roster = _Incoming(context), self._roster()
+        stream, roster = _Incoming(context), self._node.table.roster
         try:
             with contextlib.suppress(ConnectionLost):
                 async with contextlib.aclosing(self._node.watched(request)) as statuses:
                     async for status in statuses:
                         await stream.send(status)
-                        if self._roster() is not roster or roster.is_over(name, status.round + 1):
+                        if self._node.table.roster is not roster or roster.is_over(name, status.round + 1):
                             return  # the caller calls again, and is checked again
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -316,14 +312,14 @@ class Listener:
 
     async def _refuse_former(self, context: Any, name: str) -> None:
         """End the call of a caller that is a member no more."""
-        if ended := self._node.end_of(name):
+        if ended := self._node.table.end_of(name):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, ended)
 
     @contextlib.asynccontextmanager
     async def _call(self, context: Any, greets: bool = False) -> AsyncIterator[str]:
         """Count a call of the caller whose name this gives; end it where the caller may not make it."""
         name, issued = self._caller(context)
-        member = self._roster().get(name)
+        member = self._node.table.roster.get(name)
         # The greeting of a new member may bring the roster that it is in.
         if member is None and not greets:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{name or 'the caller'} is no member here")

@@ -101,7 +101,7 @@ async def test_one_of_four_that_pushes_the_others_apart_does_not_drive_them_off(
     *honest, liar = sea.islands.values()
 
     def push(message: np.ndarray) -> np.ndarray:
-        victim = sea.islands[liar.node.view.partner(liar.node.view.round + 1) or "a"]
+        victim = sea.islands[liar.node.table.partner(liar.node.table.round + 1) or "a"]
         sizes = victim.node.meetings.to_json()["bounds"]["accepted"] or [0.05]
         sign = -1 if victim.name == "b" else 1
         return victim.slow + sign * factor * float(np.median(sizes)) * 2 * np.eye(4)[0]
@@ -118,7 +118,7 @@ async def test_corrections_of_a_clipped_exchange_sum_to_zero():
     a, b = sea.add("a"), sea.add("b")
     a.target, b.target = np.full(4, 10.0), np.full(4, -10.0)
     await asyncio.gather(a.train(400), b.train(400))
-    assert any(met.factor < 1 for met in a.met)
+    assert any(outcome.factor < 1 for outcome in a.outcomes)
     ours, theirs = dict(a.applied), dict(b.applied)
     for round in ours.keys() & theirs.keys():
         np.testing.assert_allclose(ours[round] + theirs[round], 0.0, atol=1e-12)

@@ -13,9 +13,9 @@ from noloco_jax.islands.peers import MAX_ROUND
 from support.island_world import Sea, Sim, participation
 
 
-def over(met: RoundOutcome) -> bool:
+def over(outcome: RoundOutcome) -> bool:
     """Return whether a round was alone as one of the two had taken its last step."""
-    return met.reason in ("leaving", "it has finished", "the partner has finished")
+    return outcome.reason in ("leaving", "it has finished", "the partner has finished")
 
 
 @pytest.mark.parametrize("behind", [3, 10, 40, 84, 200])
@@ -25,8 +25,10 @@ async def test_an_island_with_fast_rounds_that_is_behind_meets_again_within_seco
     a, b = sea.add("a"), sea.add("b")
     await asyncio.gather(a.train(8000), b.train(8000), b.stop(3, 0.06 * behind))
     stopped = 50  # rounds before
-    last_missed = max((met.round for met in b.met if met.outcome == "alone" and not over(met)), default=0)
-    assert last_missed < stopped + behind + 100, [met for met in b.met if met.outcome == "alone"][-3:]
+    last_missed = max(
+        (outcome.round for outcome in b.outcomes if outcome.outcome == "alone" and not over(outcome)), default=0
+    )
+    assert last_missed < stopped + behind + 100, [outcome for outcome in b.outcomes if outcome.outcome == "alone"][-3:]
     assert participation(a, stopped + behind + 100) > 0.97
 
 
@@ -35,8 +37,12 @@ async def test_a_round_that_ends_before_a_donor_s_weights_are_taken_is_left_out(
     sea = Sea(["a", "b"], steps_a_round=1)
     a, b = sea.add("a"), sea.add("b")
     await asyncio.gather(a.train(1000), b.train(1000), b.stop(10, 20))
-    (caught_up,) = (met.round for met in b.met if met.outcome == "caught up")
-    assert [met.round for met in b.met if met.round > caught_up][:3] == [caught_up + 1, caught_up + 2, caught_up + 3]
+    (caught_up,) = (outcome.round for outcome in b.outcomes if outcome.outcome == "caught up")
+    assert [outcome.round for outcome in b.outcomes if outcome.round > caught_up][:3] == [
+        caught_up + 1,
+        caught_up + 2,
+        caught_up + 3,
+    ]
     assert participation(b, caught_up + 5) > 0.97 and b.round == a.round
 
 
@@ -74,7 +80,7 @@ async def test_a_member_that_claims_the_largest_round_is_nobody_s_donor():
     liar = _lying(sea, "liar", 1_000_000, 1e6)
     stops = [sims[3].stop(40 * i, 15) for i in range(1, 7)]
     await asyncio.gather(*(sim.train(4000) for sim in sims), liar.train(4000), *stops)
-    donors = [met.partner for sim in sims for met in sim.met if met.outcome == "caught up"]
+    donors = [outcome.partner for sim in sims for outcome in sim.outcomes if outcome.outcome == "caught up"]
     assert len(donors) >= 4 and "liar" not in donors
     assert all(np.abs(sim.slow).max() < 10 for sim in sims)
 
@@ -96,8 +102,8 @@ async def test_a_position_whose_step_and_round_do_not_belong_together_is_refused
     sea.add("a", fits=lambda round, step: round + 1 == step // 10)
     liar = sea.islands["b"] = Liar(sea, "b")
     a = sea.islands["a"]
-    a.node.view.phase = liar.node.view.phase = pb.Status.TRAINING
-    liar.node.view.round = 5
+    a.node.table.phase = liar.node.table.phase = pb.Status.TRAINING
+    liar.node.table.round = 5
     catch_up = CatchUp(a.node, a)
     status = pb.Status(phase=pb.Status.TRAINING, round=5)
 
@@ -116,7 +122,7 @@ async def test_a_position_is_asked_for_once_the_weights_have_come_through_a_line
     a, b = sea.add("a"), sea.add("b")
     training = asyncio.ensure_future(a.train(10_000, has_weights=True))
     await asyncio.sleep(180)
-    weights = b.node.view.network.weights
+    weights = b.node.table.network.weights
 
     async def slow_line(peer, request):
         frames = [frame async for frame in weights(peer, request)]
@@ -124,9 +130,9 @@ async def test_a_position_is_asked_for_once_the_weights_have_come_through_a_line
             await asyncio.sleep(0.1 if request.position else 15)
             yield frame
 
-    b.node.view.network.weights = slow_line  # type: ignore[method-assign]
+    b.node.table.network.weights = slow_line  # type: ignore[method-assign]
     assert await CatchUp(b.node, b).from_one_of({"a": a.node.status()})
-    assert not training.done() and a.node.view.round > 60 and a.node.view.round - b.node.view.round <= 1
+    assert not training.done() and a.node.table.round > 60 and a.node.table.round - b.node.table.round <= 1
 
 
 async def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
@@ -139,8 +145,8 @@ async def test_a_donor_whose_inner_steps_take_minutes_is_waited_for():
         return await weights(kind)
 
     a.weights = after_a_step
-    a.node.view.phase = pb.Status.TRAINING
-    data = await receive(b.node.view.network, "a", pb.WeightsRequest(), b.num_bytes(0))
+    a.node.table.phase = pb.Status.TRAINING
+    data = await receive(b.node.table.network, "a", pb.WeightsRequest(), b.num_bytes(0))
     assert len(data) == 32
 
 

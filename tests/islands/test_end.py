@@ -27,17 +27,17 @@ FINISHED, MERGED, LEAVING = pb.Status.FINISHED, pb.Status.MERGED, pb.Status.LEAV
 def two() -> tuple[Sim, Sim]:
     sea = Sea("ab")
     a, b = sea.add("a"), sea.add("b")
-    a.node.view.phase = b.node.view.phase = pb.Status.TRAINING
+    a.node.table.phase = b.node.table.phase = pb.Status.TRAINING
     return a, b
 
 
 async def test_an_island_whose_goodbye_was_lost_is_known_to_have_finished_once_the_other_says_its_own():
     a, b = two()
-    a.world.cut = lambda one, other: True
+    a.sea.cut = lambda one, other: True
     a.node.leave(FINISHED)
     await asyncio.sleep(20)
     assert b.node.unfinished() == ["a"]
-    a.world.cut = lambda one, other: False
+    a.sea.cut = lambda one, other: False
     b.node.leave(FINISHED)
     await asyncio.sleep(1)
     assert b.node.unfinished() == a.node.unfinished() == []
@@ -45,20 +45,20 @@ async def test_an_island_whose_goodbye_was_lost_is_known_to_have_finished_once_t
 
 async def test_every_question_of_a_finished_island_says_that_it_has_finished():
     a, b = two()
-    a.node.view.phase = FINISHED
-    await a.node.view.ask(["b"])
+    a.node.table.phase = FINISHED
+    await a.node.table.ask(["b"])
     assert b.node.unfinished() == []
 
 
 async def test_what_an_island_told_before_its_goodbye_and_comes_after_it_is_ignored_until_it_starts_again():
     a, b = two()
-    late = a.node.view.greeting()
+    late = a.node.table.greeting()
     a.node.leave(FINISHED)
     await asyncio.sleep(1)
     await b.node.greeted("a", late)
-    b.node.view.hear("a", 3, a.node.view.incarnation)
+    b.node.table.hear("a", 3, a.node.table.incarnation)
     assert b.node.unfinished() == []
-    b.node.view.hear("a", incarnation=a.node.view.incarnation + 1)
+    b.node.table.hear("a", incarnation=a.node.table.incarnation + 1)
     assert b.node.unfinished() == ["a"]
     await b.node.greeted("a", late)
     assert b.node.unfinished() == ["a"]
@@ -77,7 +77,7 @@ async def test_last_weights_are_kept_for_a_peer_until_it_has_merged_or_is_gone(h
         b.node.leave(MERGED if how == "merged" else LEAVING)
     for asked in range(SILENT):
         assert how != "killed" or a.node.unmerged(["b"]) == ["b"], asked
-        await a.node.view.ask(["b"], 2.0)
+        await a.node.table.ask(["b"], 2.0)
     assert a.node.unmerged(["b"]) == []
 
 
@@ -87,11 +87,11 @@ async def test_a_partner_that_leaves_ends_the_meeting_at_once():
     async def faults(sender: str, receiver: str, kind: str) -> None:
         raise ConnectionLost("a fault of the test")
 
-    a.world.faults = faults
+    a.sea.faults = faults
     a.end_round()
     b.node.leave(LEAVING)
     await asyncio.sleep(1)
-    assert [met.reason for met in a.met] == ["the partner has left"]
+    assert [outcome.reason for outcome in a.outcomes] == ["the partner has left"]
 
 
 @pytest.mark.parametrize(("unmerged", "seconds"), [([], 30.0), (["rome"], 600.0)], ids=["gone", "still there"])
@@ -101,7 +101,7 @@ async def test_a_peer_that_may_have_gone_is_asked_for_its_weights_for_half_a_min
         raise ConnectionLost("nobody listens there")
 
     now = asyncio.get_running_loop().time
-    link: Any = SimpleNamespace(fetch=fetch, unmerged=lambda names: unmerged)
+    link: Any = SimpleNamespace(fetch=fetch, node=SimpleNamespace(unmerged=lambda names: unmerged))
     steps: Any = SimpleNamespace(link=link)
     merge = FinalMerge(steps, "paris", 600.0, lambda: False, print)
     assert await merge._fetch(link, "rome") == "nobody listens there"
@@ -112,8 +112,8 @@ async def test_an_island_that_was_given_up_is_waited_for_no_longer_until_it_star
     a, b = two()
     await a.node.greeted("b", pb.Greeting(phase=pb.Status.GONE))  # from its launcher
     assert a.node.unfinished() == a.node.unmerged(["b"]) == a.node.finished() == []
-    b.node.view.incarnation += 1
-    await b.node.view.ask(["a"])
+    b.node.table.incarnation += 1
+    await b.node.table.ask(["a"])
     assert a.node.unfinished() == ["b"]
     b.node.leave(pb.Status.GONE)
     await asyncio.sleep(1)
@@ -155,6 +155,7 @@ class Waiting:
     def __init__(self, is_giving: bool = False):
         self.is_giving = is_giving
         self.told: list[Any] = []
+        self.node = self
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -201,12 +202,12 @@ def test_a_merge_that_is_told_to_stop_while_it_fetches_stops_within_a_second():
 def test_weights_are_served_for_the_time_given_and_twice_as_long_while_they_are_fetched(is_giving, seconds):
     steps = IslandSteps(Waiting(is_giving), *[None] * 3)  # type: ignore[arg-type]
     started = time.monotonic()
-    steps.serve_until(TrainState((), (), None), 800, 0.5, lambda: False, lambda link: link.unmerged(["rome"]))
+    steps.serve_until(TrainState((), (), None), 800, 0.5, lambda: False, lambda node: node.unmerged(["rome"]))
     assert time.monotonic() - started == pytest.approx(seconds, abs=0.4)
 
 
 def test_a_stop_is_heard_while_a_peer_does_not_answer():
     steps, started = IslandSteps(Waiting(), *[None] * 3), time.monotonic()  # type: ignore[arg-type]
     is_stopping = lambda: time.monotonic() > started + 0.3  # noqa: E731
-    steps.serve_until(TrainState((), (), None), 800, 600.0, is_stopping, lambda link: link.unmerged(["rome"]))
+    steps.serve_until(TrainState((), (), None), 800, 600.0, is_stopping, lambda node: node.unmerged(["rome"]))
     assert time.monotonic() - started < 1.3

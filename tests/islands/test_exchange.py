@@ -94,7 +94,7 @@ async def test_an_exchange_that_the_partner_accepts_anew_does_not_count_as_one_s
     sims = await train_two(sea, 4)
     assert lost[0] == "received" and "piece" in lost
     assert [sim.node.meetings.one_sided for sim in sims] == [0, 0]
-    assert not any(met.one_sided for sim in sims for met in sim.met)
+    assert not any(outcome.one_sided for sim in sims for outcome in sim.outcomes)
 
 
 async def test_a_lost_commit_is_told_again_as_long_as_the_dialler_may_ask():
@@ -158,8 +158,8 @@ async def test_a_peer_that_stops_in_the_middle_is_named_and_costs_rounds_alone()
     sea.faults = faults
     await asyncio.gather(a.train(300), b.train(300), b.stop(35, 65))
     assert any(f"b: no answer in {SILENT_SECONDS:g} s" in line or "takes nothing" in line for line in a.lines), a.lines
-    last = [met.outcome for met in a.met if met.round >= 20 and met.reason != "leaving"]
-    assert last and set(last) <= {"met", "late"}, a.met
+    last = [outcome.outcome for outcome in a.outcomes if outcome.round >= 20 and outcome.reason != "leaving"]
+    assert last and set(last) <= {"met", "late"}, a.outcomes
 
 
 def test_a_meeting_may_end_while_another_thread_asks_whether_one_is_open():

@@ -57,7 +57,7 @@ def test_an_error_in_a_callback_or_a_task_of_the_network_is_reported(island, cap
 
     def callback() -> None:
         island.link.keep(None)
-        island.link.node.view.start(task())
+        island.link.node.table.start(task())
         raise ValueError("in a callback")
 
     monkeypatch.setattr(network, "write_members", write_members)

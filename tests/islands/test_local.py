@@ -78,11 +78,11 @@ def test_an_island_that_has_ended_for_good_is_waited_for_no_more_by_one_that_tra
     island = LiveIsland("island0", roster, tmp_path, keys / "island0")
     with training(island):
         wait_for(lambda: island.link.is_listening)
-        assert island.link.unfinished() == ["island1"]
+        assert island.link.node.unfinished() == ["island1"]
         ended: Any = SimpleNamespace(name="island1", status=status)
         local._tell_ended(tmp_path, ended)
-        assert island.link.finished() == ([] if status else ["island1"])
-        assert island.link.unfinished() == []
+        assert island.link.node.finished() == ([] if status else ["island1"])
+        assert island.link.node.unfinished() == []
         if status:  # nor does it wait for island1 to begin; after a finished one there is nothing to begin
             wait_for(lambda: island.step > 0, 60)
 

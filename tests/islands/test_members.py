@@ -38,11 +38,11 @@ def test_a_member_joins_and_another_leaves_while_the_others_train(run, tmp_path,
         assert "oslo, at 127.0.0.1:" in said and "is told to berlin, paris" in said
         oslo = LiveIsland("oslo", keys / "oslo" / MEMBERS_FILE, tmp_path, keys / "oslo")
         with training(oslo):
-            wait_for(lambda: any(met.outcome == "met" for met in oslo.met))
-            assert oslo.met[0].outcome == "caught up"
+            wait_for(lambda: any(outcome.outcome == "met" for outcome in oslo.outcomes))
+            assert oslo.outcomes[0].outcome == "caught up"
             assert island(["remove", "berlin", f"--keys={keys}"]) == 0
             wait_for(lambda: berlin.link.is_removed)
-            wait_for(lambda: sum(met.partner == "oslo" for met in paris.met[-6:]) >= 5)
+            wait_for(lambda: sum(outcome.partner == "oslo" for outcome in paris.outcomes[-6:]) >= 5)
             found = discover(open_run(path, keys), 60.0)
             assert found.run.roster.version == 3
             assert {status.roster_version for status in found.statuses.values()} == {3}
@@ -83,25 +83,17 @@ async def _weights(run: RosterAndKeys) -> list[pb.WeightsFrame]:
         await dialler.close()
 
 
-def test_a_member_that_moves_tells_the_others_itself(run, tmp_path):
+def test_a_member_moves_to_an_address_that_is_signed(run, tmp_path):
     path, keys = run
     paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)
     with training(paris):
         with training(berlin):
             wait_for(lambda: berlin.step > 20)
-        moved = LiveIsland("berlin", path, tmp_path, keys / "berlin", address=Address("127.0.0.1", free_port()))
+        assert island(["invite", "--name=berlin", f"--address=127.0.0.1:{free_port()}", f"--keys={keys}"]) == 0
+        moved = LiveIsland("berlin", keys / MEMBERS_FILE, tmp_path, keys / "berlin")
         with training(moved):
-            wait_for(lambda: sum(met.outcome == "met" for met in moved.met) >= 6)
+            wait_for(lambda: sum(outcome.outcome == "met" for outcome in moved.outcomes) >= 6)
         assert any("berlin is at 127.0.0.1:" in line for line in paris.lines)
-
-
-async def test_a_member_s_new_address_holds_until_it_tells_another_one():
-    b, found = Sea("ab").add("b"), []
-    for told in ("127.0.0.1:9000", None, "no address", ""):  # None: it was dialled, and tells none
-        b.node.view.hear("a", 0, 1, told)
-        found.append(b.node.view.peers["a"].address)
-    moved = Address("127.0.0.1", 9000)
-    assert found == [moved, moved, moved, None]
 
 
 def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run, tmp_path):
@@ -111,12 +103,12 @@ def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run
         with training(berlin):
             wait_for(lambda: berlin.step > 20)
             assert island(["keys", f"--roster={path}", f"--out={keys}", "--replace=berlin"]) == 0
-            wait_for(lambda: paris.link.node.view.roster.version == 2)
-            known = len(paris.met)
-            wait_for(lambda: [met.outcome for met in paris.met[known:][-6:]] == ["alone"] * 6)
+            wait_for(lambda: paris.link.node.table.roster.version == 2)
+            known = len(paris.outcomes)
+            wait_for(lambda: [outcome.outcome for outcome in paris.outcomes[known:][-6:]] == ["alone"] * 6)
         again = LiveIsland("berlin", path, tmp_path, keys / "berlin")
         with training(again):
-            wait_for(lambda: sum(met.outcome in ("met", "late") for met in again.met) >= 6)
+            wait_for(lambda: sum(outcome.outcome in ("met", "late") for outcome in again.outcomes) >= 6)
 
 
 def test_rounds_beyond_the_run_s_end_are_refused_before_anything_is_signed(run, tmp_path):
@@ -133,7 +125,7 @@ def test_rounds_beyond_the_run_s_end_are_refused_before_anything_is_signed(run, 
         ):
             with pytest.raises(UserError, match=said):
                 island([*arguments, f"--keys={keys}"])
-        paris.link.node.view.round = 47
+        paris.link.node.table.round = 47
         with pytest.raises(UserError, match="until round 57 to reach all: give an earlier --from_round=N"):
             island(["remove", "berlin", f"--keys={keys}"])
         assert read_members(keys / MEMBERS_FILE, None, (keys / "ca.pem").read_bytes()).version == 1
@@ -169,13 +161,13 @@ async def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, ho
 
     def begin(name: str, roster: Roster, round: int = -1) -> None:
         sim = sea.add(name, parse=rosters.__getitem__, roster=roster)
-        sim.node.view.phase, sim.node.view.round = pb.Status.TRAINING, round
+        sim.node.table.phase, sim.node.table.round = pb.Status.TRAINING, round
         sim.round, sim.step = round, round + 1
         tasks.append(asyncio.ensure_future(sim.go_on(10**6)))
 
     async def spread(roster: Roster, soon: int) -> None:
         present, began = [sea.islands[name] for name in roster.active(soon)], now()
-        while sum(sim.node.view.roster.version >= roster.version for sim in present) < 0.99 * len(present):
+        while sum(sim.node.table.roster.version >= roster.version for sim in present) < 0.99 * len(present):
             await asyncio.sleep(10)
         minutes.append((now() - began) / 60)
 
@@ -184,7 +176,7 @@ async def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, ho
         begin(name, roster)
     for minute in range(1, int(60 * hours) + 1):
         await asyncio.sleep(60)
-        rows, latest = list(roster.members), max(sim.node.view.round for sim in sea.islands.values())
+        rows, latest = list(roster.members), max(sim.node.table.round for sim in sea.islands.values())
         soon = latest + lead(count)
         while len(rows) < count + int(0.1 * count * minute / 60):
             leaver = sea.random.choice([row for row in rows if row.until_round is None])
@@ -199,7 +191,7 @@ async def test_members_under_churn_of_ten_percent_an_hour_keep_meeting(count, ho
         for row in rows[len(former.members) :]:
             begin(row.name, roster, latest)
         told = sea.random.choice([sim for name, sim in sea.islands.items() if roster.get(name) is not None])
-        told.node.view.take_roster(document, "authority")
+        told.node.table.take_roster(document, "authority")
         tasks.append(asyncio.ensure_future(spread(roster, soon)))
     await asyncio.sleep(900)
     meetings = [sim.node.meetings for sim in sea.islands.values()]

@@ -16,7 +16,7 @@ import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.islands.checkpoints import OwnCheckpoints
 from noloco_jax.islands.own_outer import shown
-from noloco_jax.islands.own_state import OwnState, begins_anew, fresh_values
+from noloco_jax.islands.own_state import OwnState, fresh_values
 from noloco_jax.islands.tree_spec import summary
 
 
@@ -117,32 +117,14 @@ def test_windows_saved_for_other_fragments_are_refused(fragments, wire, is_same,
     checkpoints.close()
 
 
-def test_only_weight_shaped_floats_and_leaves_directly_beside_them_begin_anew():
-    params = weights()
-    rest = {
-        "adam": optax.adam(optax.constant_schedule(1e-3)).init(params),
-        "average": {"weights": params},
-        "key": jax.random.key_data(jax.random.key(0)),
-        "seen": np.zeros(96, np.int32),  # of a weight's shape, but integers
-        "step": np.zeros([], np.int64),
-    }
-    flags = jax.tree.unflatten(jax.tree.structure(rest), begins_anew(rest, params))
-    assert all(jax.tree.leaves(flags["adam"][0])) and not any(jax.tree.leaves(flags["adam"][1]))
-    assert all(jax.tree.leaves(flags["average"]))
-    assert not (flags["key"] or flags["seen"] or flags["step"])
-    fresh = fresh_values(rest, params)
-    for number, (x, flag) in enumerate(zip(jax.tree.leaves(rest), jax.tree.leaves(flags), strict=True)):
-        assert (number in fresh) is flag
-        if flag:
-            np.testing.assert_array_equal(fresh[number], x)
-
-
-def test_factored_moments_begin_anew_with_their_counter():
-    params = {"w": np.zeros([128, 256], np.float32), "b": np.zeros([256], np.float32)}
-    rest = {"adafactor": optax.adafactor(optax.constant_schedule(1e-3)).init(params), "step": np.zeros([], np.int64)}
-    flags = jax.tree.unflatten(jax.tree.structure(rest), begins_anew(rest, params))
-    factored, *others = flags["adafactor"]
-    assert all(jax.tree.leaves(factored)) and not any(jax.tree.leaves([*others, flags["step"]]))
+def test_leaves_that_are_named_begin_anew_and_others_come_from_the_peer():
+    adam: Any = optax.adam(optax.constant_schedule(1e-3)).init({"w": np.ones(3, np.float32)})
+    rest = {"step": np.int64(7), "adam": (adam[0]._replace(count=np.int32(5)), adam[1])}  # leaves: 0 to 3 are Adam's
+    assert fresh_values(rest, False) == {} and fresh_values(rest, True).keys() == {0, 1, 2, 3, 4}
+    found = fresh_values(rest, {"step": False, "adam": (True, False)})
+    assert found.keys() == {0, 1, 2} and found[0] == 5 and not found[1].any() and not found[2].any()
+    with pytest.raises(ValueError, match="does not begin like rest"):
+        fresh_values(rest, (True, False))
 
 
 def test_a_tree_of_changed_structure_shape_or_dtype_is_refused_naming_the_leaf():

@@ -7,8 +7,7 @@ import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.pace import EARNED, MAX_EARNED, Pace
-from noloco_jax.islands.peer_table import PeerTable
-from support.island_world import Sea, participation
+from support.island_world import MemoryStream, Sea, participation
 
 
 async def train_at(
@@ -27,9 +26,9 @@ async def test_islands_of_equal_speed_stay_level_where_one_is_held_up_now_and_th
     a, b = await train_at({"a": 0.1, "b": 0.103}, by_time=False, steps=4000, stop=1.5)
     for sim in (a, b):
         assert participation(sim) > 0.98
-        late = [met.steps_late for met in sim.met if met.steps_late is not None]
+        late = [outcome.steps_late for outcome in sim.outcomes if outcome.steps_late is not None]
         assert sum(late) < 3 * len(late)
-        assert "caught up" not in {met.outcome for met in sim.met}
+        assert "caught up" not in {outcome.outcome for outcome in sim.outcomes}
 
 
 async def test_islands_whose_speed_differs_for_a_while_stay_level():
@@ -70,9 +69,9 @@ async def test_a_fast_island_pauses_for_a_third_of_its_time_at_most_and_is_told_
 async def test_unequal_islands_meet_in_nearly_every_round_with_time_s_pace(speeds, stop, late):
     sims = await train_at(speeds, by_time=True, steps=4000, stop=stop, late=late, steps_a_round=20)
     for sim in sims:
-        due = [met for met in sim.met if met.round >= 40 and met.reason != "leaving"]
-        met = [one for one in due if one.outcome in ("met", "late")]
-        assert len(met) >= 0.97 * len(due), (sim.name, [one for one in due if one.outcome == "alone"])
+        due = [outcome for outcome in sim.outcomes if outcome.round >= 40 and outcome.reason != "leaving"]
+        exchanged = [one for one in due if one.outcome in ("met", "late")]
+        assert len(exchanged) >= 0.97 * len(due), (sim.name, [one for one in due if one.outcome == "alone"])
         assert not any("--pace=time" in line for line in sim.lines)
     fastest = sims[0]
     assert fastest.inner_steps > 0.93 * 4000  # it takes nearly every step, but after a stop
@@ -99,19 +98,31 @@ LIES = {  # (round, ago, round_seconds) -> what is told in their place
 }
 
 
+def lying(lie: str, liar: str) -> type[MemoryStream]:
+    """Return streams in which one island's frames, and no others, tell false times and rounds."""
+
+    class Lying(MemoryStream):
+        async def send(self, frame: pb.Frame) -> None:
+            kind = frame.WhichOneof("kind")
+            if self._me == liar and kind in ("hello", "accept", "no"):
+                told, round = getattr(frame, kind), self._sea.islands[liar].node.table.round
+                if kind == "no":
+                    told.round = LIES[lie](round, 0.0, 0.0)[0]
+                else:
+                    timing = told.timing
+                    _, timing.ago, timing.round_seconds = LIES[lie](round, timing.ago, timing.round_seconds)
+            await super().send(frame)
+
+    return Lying
+
+
 @pytest.mark.parametrize("by_time", [False, True], ids=["equal steps", "time"])
 @pytest.mark.parametrize("lie", LIES)
 async def test_what_one_member_tells_of_its_time_costs_the_others_a_twentieth_at_most(lie, by_time):
     for names in ("ab", "abc", "abcd"):
         sea = Sea(names)
-        *honest, liar = [sea.add(name, by_time=by_time) for name in names]
-
-        def timing(round: int | None = None, node=liar.node.view) -> pb.Timing:
-            told = PeerTable.timing(node, round)
-            found = LIES[lie](told.round, told.ago, told.round_seconds)
-            return pb.Timing(round=found[0], ago=found[1], round_seconds=found[2])
-
-        liar.node.view.timing = timing
+        sea.stream = lying(lie, names[-1])
+        *honest, _ = [sea.add(name, by_time=by_time) for name in names]
         await asyncio.gather(*(sim.train(600) for sim in sea.islands.values()))
         for sim in honest:
             assert sim.inner_steps >= 0.95 * 600, (names, sim.name)
@@ -123,11 +134,11 @@ async def test_calls_for_rounds_that_the_caller_has_left_behind_hold_nobody_up()
     a, b = sea.add("a"), sea.add("b")
 
     async def calling() -> None:
-        while a.node.view.round < 55:
+        while a.node.table.round < 55:
             await asyncio.sleep(0.5)
-            if a.node.view.round >= 20:
-                hello = pb.Hello(round=a.node.view.round - 20, incarnation=1, tokens=100, identity=a.node.view.digest)
-                async with b.node.view.network.exchange("a") as stream:
+            if a.node.table.round >= 20:
+                hello = pb.Hello(round=a.node.table.round - 20, incarnation=1, tokens=100, identity=a.node.table.digest)
+                async with b.node.table.network.exchange("a") as stream:
                     await stream.send(pb.Frame(hello=hello))
                     await stream.receive()
 
@@ -147,7 +158,7 @@ def test_a_pause_is_a_quarter_of_the_speed_and_ends_with_the_lead():
     for _ in range(5):
         now += 1.0
         pace.stride(now, 1)
-    pace.meet("b", 3, pb.Timing(), now, now)  # the partner has ended the same round only now
+    pace.adapt("b", 3, pb.Timing(), now, now)  # the partner has ended the same round only now
     assert pace.pause() == pytest.approx(3.0)
     assert 0 < pace.pause() <= 3.0
     assert pace.pause() == 0.0

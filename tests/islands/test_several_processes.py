@@ -91,7 +91,7 @@ def test_killed_and_stopped_islands_cost_the_others_no_round_and_rejoin(config, 
         for name in ("berlin", "paris.1", "rome"):
             islands.signal(name, signal.SIGTERM)
         assert {process.wait(processes.PATIENCE) for process in islands.running.values()} == {75}
-        assert "met berlin" not in islands.said("paris.1")
+        assert "exchanged with berlin" not in islands.said("paris.1")
 
 
 def assert_rounds_alone(metrics: Path, first: int, last: int) -> None:

@@ -62,7 +62,7 @@ def test_nobody_is_taken_for_gone_beside_uploads_at_a_megabit_a_second(tmp_path)
             time.sleep(0.1)
         for _ in range(10):
             for island, other in zip(made, reversed(NAMES), strict=True):
-                asked = island.link.node.view.ask([other], 2.0)
+                asked = island.link.node.table.ask([other], 2.0)
                 assert other in asyncio.run_coroutine_threadsafe(asked, island.link._loop).result()
             time.sleep(1)
         assert up["a"].num_bytes > 2e6

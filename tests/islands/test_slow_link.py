@@ -50,8 +50,8 @@ async def train(sea: SlowSea, num_rounds: int) -> tuple[list[Sim], list[float]]:
 
 def completed(sims: list[Sim], num_rounds: int) -> float:
     """Return the share of exchanges that were completed, but for the last rounds', which the end cuts off."""
-    last = num_rounds - 5 * sims[0].world.fragments
-    outcomes = [met.outcome in ("met", "late") for sim in sims for met in sim.met if met.round < last]
+    last = num_rounds - 5 * sims[0].sea.fragments
+    outcomes = [outcome.outcome in ("met", "late") for sim in sims for outcome in sim.outcomes if outcome.round < last]
     return sum(outcomes) / len(outcomes)
 
 
@@ -85,7 +85,7 @@ async def test_a_link_completes_nearly_all_that_it_has_time_for(load, num_island
     assert max(sim.finished_at for sim in sims) < 1.1 * num_rounds  # nobody waits
     committed = sum(sim.node.meetings.committed for sim in sims)
     assert sum(sea.sent.values()) < 1.06 * committed * MESSAGE_BYTES  # little is sent in vain
-    assert max(met.steps_late or 0 for sim in sims for met in sim.met) <= 80  # eight rounds
+    assert max(outcome.steps_late or 0 for sim in sims for outcome in sim.outcomes) <= 80  # eight rounds
 
 
 @pytest.mark.parametrize("num_islands", [2, 4])
@@ -137,8 +137,8 @@ async def test_a_partner_that_stops_in_the_middle_of_a_message_costs_the_others_
     asyncio.get_running_loop().call_later(20.5, is_stopped.set)
     sims, _ = await train(sea, 80)
     for sim in sims[:3]:
-        due = [met for met in sim.met if met.partner != "d" and met.round < 75]
-        assert sum(met.outcome in ("met", "late") for met in due) >= 0.97 * len(due)
+        due = [outcome for outcome in sim.outcomes if outcome.partner != "d" and outcome.round < 75]
+        assert sum(outcome.outcome in ("met", "late") for outcome in due) >= 0.97 * len(due)
         assert len(sim.node.meetings._open) <= 5
 
 
@@ -163,8 +163,8 @@ async def test_a_partner_that_sends_its_message_for_ever_costs_the_others_little
     await asyncio.gather(*(sim.train(1000) for sim in sims))
     watching.cancel()
     for sim in sims[:3]:
-        due = [met for met in sim.met if met.partner != "d" and met.round < 95]
-        assert sum(met.outcome in ("met", "late") for met in due) >= 0.95 * len(due)
+        due = [outcome for outcome in sim.outcomes if outcome.partner != "d" and outcome.round < 95]
+        assert sum(outcome.outcome in ("met", "late") for outcome in due) >= 0.95 * len(due)
     assert most <= 6
 
 
@@ -187,8 +187,8 @@ def test_a_piece_of_each_of_a_members_calls_passes_a_megabit_a_second_before_the
 
 def test_a_message_lacks_what_is_committed_until_its_exchange_begins(tmp_path, monkeypatch):
     link, begun = LiveIsland("a", on_loopback("a", "b"), tmp_path).link, []
-    meetings, link.node.view.round = link.node.meetings, 4
-    monkeypatch.setattr(link.node.view.pace, "round_ended", lambda *all: None)
+    meetings, link.node.table.round = link.node.meetings, 4
+    monkeypatch.setattr(link.node.table.pace, "round_ended", lambda *all: None)
     monkeypatch.setattr(meetings, "begin", lambda *all: begun.append(set(meetings.unapplied)))
     link.round_ended(5, 50, Message(5, [WEIGHTS]), 1.0, 100)
     for round in (3, 4):  # committed before the network's thread hears of the round's end, and taken after it

@@ -19,7 +19,7 @@ async def test_islands_that_compile_unequally_long_begin_together():
 
     async def start(sim: Sim, seconds: float) -> float:
         await asyncio.sleep(seconds)
-        await begin(sim.node.view, CatchUp(sim.node, sim), False, False)
+        await begin(sim.node.table, CatchUp(sim.node, sim), False, False)
         return asyncio.get_running_loop().time()
 
     begun = await asyncio.gather(start(sims[0], 1), start(sims[1], 30), start(sims[2], 60))
@@ -42,7 +42,7 @@ async def test_an_island_that_comes_later_takes_a_peer_s_weights():
     await asyncio.sleep(TOGETHER_SECONDS + 30)
     c = sea.add("c")
     await asyncio.gather(training, c.train(2000))
-    assert c.met[0].outcome == "caught up" and c.met[0].round > 20
+    assert c.outcomes[0].outcome == "caught up" and c.outcomes[0].round > 20
     assert participation(c) > 0.6  # one of three is alone in each round
 
 
@@ -60,7 +60,7 @@ async def test_a_killed_island_resumes_from_its_checkpoint_or_from_a_peer_where_
     again = sea.add("b", saved=saved, incarnation=2)
     again.slow, again.momentum, again.step = b.slow, b.momentum, b.step
     await asyncio.gather(training, again.train(3000, has_weights=True))
-    outcomes = {met.outcome for met in again.met}
+    outcomes = {outcome.outcome for outcome in again.outcomes}
     assert ("caught up" in outcomes) is (behind == 100)
     assert participation(again) > 0.95
     rounds = [round for round, _ in again.applied]
@@ -84,9 +84,9 @@ async def test_an_island_without_weights_waits_for_those_of_the_run_and_begins_a
 async def test_an_island_without_weights_ends_where_all_others_have_finished_and_gone():
     sea = Sea("ab")
     a, b = sea.add("a"), sea.add("b")
-    a.node.view.phase, a.node.view.round = pb.Status.FINISHED, 99
+    a.node.table.phase, a.node.table.round = pb.Status.FINISHED, 99
     for _ in range(6):  # its inner steps have a duration
-        a.node.view.pace.stride(asyncio.get_running_loop().time(), 1)
+        a.node.table.pace.stride(asyncio.get_running_loop().time(), 1)
         await asyncio.sleep(0.1)
     starting = asyncio.ensure_future(b.train(50))
     b.weights = a.weights = never_given
@@ -101,15 +101,15 @@ async def test_one_of_three_that_says_it_has_finished_does_not_end_a_run_that_be
     sea = Sea("abc")
     a, b = sea.add("a"), sea.add("b")
     for sim in (a, b):
-        sim.node.view.hear("c", 99)
-        sim.node.view.hear_phase("c", pb.Status.FINISHED)
+        sim.node.table.hear("c", 99)
+        sim.node.table.hear_phase("c", pb.Status.FINISHED)
     await asyncio.gather(a.train(50), b.train(50))
     assert a.step == b.step == 50
 
 
 async def test_an_island_that_lost_its_weights_ends_where_all_others_were_given_up():
     a = Sea("ab").add("a")
-    a.node.view.hear_phase("b", pb.Status.GONE)
+    a.node.table.hear_phase("b", pb.Status.GONE)
     with pytest.raises(UserError, match="all other islands have ended for good"):
         await a.train(50, began_before=True)
 
@@ -138,7 +138,7 @@ async def test_an_island_killed_near_the_end_comes_back_after_it_and_ends_with_t
     sims = [sea.add(name) for name in "abcd"]
     training = [asyncio.ensure_future(sim.train(800)) for sim in sims]
     victim, others = sims[0], sims[1:]
-    await victim.node.view.until(lambda: victim.node.view.round >= killed_in - 1)
+    await victim.node.table.until(lambda: victim.node.table.round >= killed_in - 1)
     victim.kill()
     training[0].cancel()
     round = 60  # of the checkpoint
@@ -149,9 +149,9 @@ async def test_an_island_killed_near_the_end_comes_back_after_it_and_ends_with_t
     back = sea.add("a", incarnation=2000, saved=saved if has_weights else None)
     back.step = 10 * (round + 1) if has_weights else 0
     await back.train(800, has_weights=has_weights, began_before=True)
-    assert back.step == 800 and back.inner_steps == 0 and back.node.view.round == 79
+    assert back.step == 800 and back.inner_steps == 0 and back.node.table.round == 79
     assert any(np.array_equal(back.slow, sim.slow) for sim in others)
-    assert [met.outcome for met in back.met] == ["caught up"]
+    assert [outcome.outcome for outcome in back.outcomes] == ["caught up"]
     await asyncio.sleep(1)
     assert [sim.node.unfinished() for sim in sims[1:]] == [[]] * 3
 
@@ -174,4 +174,4 @@ async def test_most_others_that_refuse_an_island_end_its_start_with_the_value_th
         sea.add(name, identity={"run": "simulation", "inner.lr": "0.001"})
     c = sea.add("c", identity={"run": "simulation", "inner.lr": "0.01"})
     with pytest.raises(UserError, match=r"most islands refuse c: inner.lr: 0.01 here, 0.001 at (a|b)"):
-        await admit(c.node.view)
+        await admit(c.node.table)

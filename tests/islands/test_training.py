@@ -57,7 +57,7 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
             state = mine.inner(state, step, range(replica, replica + 1))
             assert shardings_of(state.outer) == shardings_of(mine.programs.between_steps.outer)
             state = island.outer_step(state, step, int(step % config.outer.sync_every == 0))
-        assert [one.outcome for one in link.take_met()] == ["met"] * 4
+        assert [one.outcome for one in link.take_outcomes()] == ["met"] * 4
         assert island.seconds_exposed > 0
         final[replica] = jax.device_get(state)
         leaves = dict(enumerate(map(np.asarray, jax.tree.leaves(final[replica].params))))
@@ -139,7 +139,7 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(tm
 
 
 def test_the_bytes_sent_are_those_of_messages_that_were_exchanged_and_lines_come_every_few_steps():
-    met = [
+    outcomes = [
         RoundOutcome(0, "berlin", "met", steps_late=1),
         RoundOutcome(1, "", "alone", reason="an odd number of islands"),
         RoundOutcome(2, "rome", "alone", reason="not committed in time"),
@@ -148,22 +148,22 @@ def test_the_bytes_sent_are_those_of_messages_that_were_exchanged_and_lines_come
     ]
     arrived: list[RoundOutcome] = []
     status = SimpleNamespace(due=3, committed=2, one_sided=1)
-    link = SimpleNamespace(take_met=lambda: [arrived.pop()] if arrived else [], status=lambda: status)
+    link = SimpleNamespace(take_outcomes=lambda: [arrived.pop()] if arrived else [], status=lambda: status)
     steps: Any = SimpleNamespace(link=link, seconds_exposed=0.5, seconds_paused=0.0)
     sync = IslandSync("paris", SyncSchedule(1), steps, 10, lambda state: None, None, log_every=5)
     sent, lines, figures = [], [], []
-    for number, one in enumerate(met):
+    for number, one in enumerate(outcomes):
         arrived.append(one)
         sent.append(sync.bytes_sent())
         sync._step = number + 1
         for news in sync.news(1.0):
             (figures if news.kind else lines).append(news.figures if news.kind else news.line)
     assert sent == [10, 0, 0, 10, 10]
-    assert [line["outcome"] for line in figures] == [one.outcome for one in met]
+    assert [line["outcome"] for line in figures] == [one.outcome for one in outcomes]
     assert [line["round"] for line in figures] == [1, 2, 3, 4, 5]  # as the lines count them
     assert figures[0]["participation"] == 2 / 3 and figures[0]["one_sided"] == 1
     (line,) = lines
-    assert line.startswith("rounds 1 to 5: met berlin after 2.5 steps, 10 B each way, 1 alone, nobody to meet")
+    assert line.startswith("rounds 1 to 5: exchanged with berlin after 2.5 steps, 10 B each way, 1 alone, no partner")
     assert "1 alone, without rome: not committed in time" in line and "1 one-sided" in line
 
 

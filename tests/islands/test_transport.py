@@ -168,7 +168,7 @@ async def test_messages_that_are_too_large_or_inflate_are_refused(keys):
             await echoed(one, b"x" * (MAX_BYTES + 1))
         for size in (MAX_BYTES + 1, 256 << 20):
             async with raw_channel(keys, port, compression=grpc.Compression.Gzip) as greet:
-                for message in (bytes(size), pb.Greeting(address="x" * 1000).SerializeToString()):
+                for message in (bytes(size), pb.Greeting(about=["x" * 1000]).SerializeToString()):
                     with pytest.raises(grpc.aio.AioRpcError):
                         await greet(message, timeout=300)
         assert node.frames == 0 and not node.greetings

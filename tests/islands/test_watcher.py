@@ -103,7 +103,7 @@ class Islands:
         self.bytes += found.ByteSize()
         return found
 
-    def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
+    def follow(self, roster: Roster) -> None:
         pass
 
     async def forget(self, peer: str) -> None:
@@ -276,11 +276,11 @@ async def test_a_status_does_not_grow_with_the_members():
     sizes = []
     for count in (10, 400):
         node = Sea([f"i{n}" for n in range(count)]).add("i0").node
-        for name, peer in node.view.peers.items():
+        for name, peer in node.table.peers.items():
             peer.wrong = f"another model than {name}'s" if count > 100 else ""
         sizes.append(node.status(for_people=True).ByteSize())
-        node.view.roster = replace(
-            node.view.roster, version=3, document=pb.SignedRoster(roster=b"x").SerializeToString()
+        node.table.roster = replace(
+            node.table.roster, version=3, document=pb.SignedRoster(roster=b"x").SerializeToString()
         )
         carries = [
             (await node.greeted("i1", pb.Greeting(wants_roster=True, roster_version=version))).HasField("roster")

@@ -61,7 +61,7 @@ def error_line(arguments: list[str], compiled: list[str]) -> str:
             ["--config.num_replicas=3"],
             "num_replicas=3 and the run test began with 2 islands: give --config.num_replicas=2",
         ),
-        (["--config.method=diloco"], "method='diloco': islands meet in pairs, give --config.method=noloco"),
+        (["--config.method=diloco"], "method='diloco': islands exchange in pairs, give --config.method=noloco"),
         (["--config.outer.delay=2"], "leave out --config.outer.delay"),
         (["--keys=nowhere"], "nowhere/ca.pem cannot be read (No such file or directory): give the folder that"),
         (["--roster=nowhere.toml"], "the roster nowhere.toml cannot be read (No such file or directory): give the pat"),
@@ -123,4 +123,4 @@ def test_a_difference_from_the_other_islands_is_named_on_both_sides(config, rost
         line = error_line(command(config, roster), compiled)
         hint = "(install one version of noloco_jax on both)"
         assert line == f"most islands refuse paris: protocol: {PROTOCOL} here, 1 at berlin {hint}"
-        assert berlin.link.node.view.peers["paris"].wrong.startswith(f"protocol: 1 here, {PROTOCOL} at paris")
+        assert berlin.link.node.table.peers["paris"].wrong.startswith(f"protocol: 1 here, {PROTOCOL} at paris")

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,8 @@ class Delivered(ConnectionLost):
 class MemoryStream:
     """One end of a call in memory."""
 
-    def __init__(self, me: str, peer: str, world: "Sea"):
-        self._me, self._peer, self._world = me, peer, world
+    def __init__(self, me: str, peer: str, sea: "Sea"):
+        self._me, self._peer, self._sea = me, peer, sea
         self.arrived: asyncio.Queue[pb.Frame | None] = asyncio.Queue()
         self.other: MemoryStream = self
         self.is_over = False
@@ -61,7 +61,7 @@ class MemoryStream:
         if self.is_over:
             raise ConnectionLost("the call is over")
         try:
-            await self._world.faults(self._me, self._peer, frame.WhichOneof("kind") or "")
+            await self._sea.faults(self._me, self._peer, frame.WhichOneof("kind") or "")
         except Delivered:
             self.other.arrived.put_nowait(pb.Frame.FromString(frame.SerializeToString()))
             raise
@@ -83,13 +83,13 @@ class MemoryStream:
 
 
 class _Network:
-    def __init__(self, me: str, world: "Sea"):
-        self._me, self._world = me, world
+    def __init__(self, me: str, sea: "Sea"):
+        self._me, self._sea = me, sea
 
     @contextlib.asynccontextmanager
     async def exchange(self, peer: str):
-        there = self._world.reach(self._me, peer)
-        mine, theirs = self._world.stream(self._me, peer, self._world), self._world.stream(peer, self._me, self._world)
+        there = self._sea.reach(self._me, peer)
+        mine, theirs = self._sea.stream(self._me, peer, self._sea), self._sea.stream(peer, self._me, self._sea)
         mine.other, theirs.other = theirs, mine
 
         async def serve() -> None:
@@ -111,7 +111,7 @@ class _Network:
             serving.cancel()
 
     async def greet(self, peer: str, greeting: pb.Greeting, seconds: float) -> pb.Status:
-        there = self._world.reach(self._me, peer)
+        there = self._sea.reach(self._me, peer)
         await asyncio.sleep(0.001)
         try:
             async with asyncio.timeout(seconds):
@@ -120,13 +120,13 @@ class _Network:
             raise ConnectionLost(f"no answer in {seconds:g} s") from None
 
     async def weights(self, peer: str, request: pb.WeightsRequest):
-        there = self._world.reach(self._me, peer)
+        there = self._sea.reach(self._me, peer)
         async for frame in there.give(request):
-            await asyncio.sleep(self._world.seconds_a_piece)
-            self._world.reach(self._me, peer)
+            await asyncio.sleep(self._sea.seconds_a_piece)
+            self._sea.reach(self._me, peer)
             yield frame
 
-    def follow(self, roster: Roster, addresses: Mapping[str, Address]) -> None:
+    def follow(self, roster: Roster) -> None:
         pass
 
 
@@ -135,7 +135,7 @@ class Sim:
 
     def __init__(
         self,
-        world: "Sea",
+        sea: "Sea",
         name: str,
         *,
         step_seconds: float | None = None,
@@ -143,12 +143,12 @@ class Sim:
         parse: Callable[[bytes], Roster] | None = None,
         **plan: Any,
     ):
-        self.world, self.name = world, name
-        self.step_seconds = world.step_seconds if step_seconds is None else step_seconds
-        self.slow, self.momentum = np.zeros((2, world.fragments * NUMBERS))
+        self.sea, self.name = sea, name
+        self.step_seconds = sea.step_seconds if step_seconds is None else step_seconds
+        self.slow, self.momentum = np.zeros((2, sea.fragments * NUMBERS))
         self.step = self.inner_steps = 0
         self.calls: set[asyncio.Task] = set()
-        self.met: list[RoundOutcome] = []
+        self.outcomes: list[RoundOutcome] = []
         self.lines: list[str] = []
         self.inbox: list[Any] = []
         self.applied: list[tuple[int, np.ndarray]] = []
@@ -156,17 +156,16 @@ class Sim:
         self.target = np.random.default_rng([ord(letter) for letter in name]).normal(size=self.slow.size)
         self.tamper: Callable[[np.ndarray], np.ndarray] = lambda message: message
         fields: dict[str, Any] = {
-            "roster": world.roster,
+            "roster": sea.roster,
             "identity": {"run": "simulation"},
-            "partner": world.partner,
+            "partner": sea.partner,
             "codec": Numbers(),
             "incarnation": 1,
-            "patience": PATIENCE * world.fragments,
-            "fits": lambda round, step: True,
+            "patience": PATIENCE * sea.fragments,
         }
-        network, pace = _Network(name, world), Pace(world.steps_a_round, by_time)
+        network, pace = _Network(name, sea), Pace(sea.steps_a_round, by_time)
         self.node = Node(Plan(name=name, **(fields | plan)), network, self, pace, parse)
-        self.round = self.node.view.round  # of these weights
+        self.round = self.node.table.round  # of these weights
 
     # As `World`.
 
@@ -177,10 +176,10 @@ class Sim:
     def deliver(self, round: int, correct: Callable[[], Any]) -> None:
         self.inbox.append((round, correct()))
 
-    def outcome(self, met: RoundOutcome) -> None:
-        self.met.append(met)
+    def outcome(self, outcome: RoundOutcome) -> None:
+        self.outcomes.append(outcome)
 
-    def tell(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.lines.append(line)
 
     def keep(self, roster: Roster) -> None:
@@ -199,7 +198,7 @@ class Sim:
         return self.slow.tobytes()
 
     async def position(self) -> pb.Position:
-        return pb.Position(round=self.round, step=self.step, has_averaged=self.node.view.has_averaged)
+        return pb.Position(round=self.round, step=self.step, has_averaged=self.node.table.has_averaged)
 
     async def received(self, data: bytes, position: pb.Position) -> CaughtUp:
         values = np.frombuffer(data)
@@ -211,7 +210,7 @@ class Sim:
         self.inbox = [state]
 
     async def give(self, request: pb.WeightsRequest):
-        async for frame in give(self.node.view, self, request):
+        async for frame in give(self.node.table, self, request):
             yield frame
 
     # The training.
@@ -240,7 +239,7 @@ class Sim:
         self.node.round_ended(self.round, self.step, message, norm, 100)
 
     def _fragment(self, round: int) -> slice:
-        start = round % self.world.fragments * NUMBERS
+        start = round % self.sea.fragments * NUMBERS
         return slice(start, start + NUMBERS)
 
     async def stop(self, after: float, seconds: float) -> None:
@@ -253,18 +252,18 @@ class Sim:
     ) -> None:
         """Start as an island does, after so many seconds, and train."""
         await asyncio.sleep(after)
-        await begin(self.node.view, CatchUp(self.node, self), has_weights, began_before)
+        await begin(self.node.table, CatchUp(self.node, self), has_weights, began_before)
         await self.go_on(num_steps)
 
     async def go_on(self, num_steps: int) -> None:
-        now, steps_a_round = asyncio.get_running_loop().time, self.world.steps_a_round
+        now, steps_a_round = asyncio.get_running_loop().time, self.sea.steps_a_round
         self.began_at = now()
-        while self.step < num_steps and not self.node.view.is_removed:
+        while self.step < num_steps and not self.node.table.is_removed:
             self.apply()
             if self.step >= num_steps:  # these weights are the last ones
                 break
-            await asyncio.sleep(self.node.view.pace.pause())
-            stride = self.node.view.pace.stride(now(), steps_a_round - self.step % steps_a_round)
+            await asyncio.sleep(self.node.table.pace.pause())
+            stride = self.node.table.pace.stride(now(), steps_a_round - self.step % steps_a_round)
             self.inner_steps += 1
             await asyncio.sleep(max(self.step_seconds, self.stopped_until - now()))
             self.step += stride
@@ -275,9 +274,9 @@ class Sim:
 
     def kill(self) -> None:
         """End everything without a word."""
-        for task in [*self.calls, *self.node.view._tasks]:
+        for task in [*self.calls, *self.node.table._tasks]:
             task.cancel()
-        self.world.islands.pop(self.name, None)
+        self.sea.islands.pop(self.name, None)
 
 
 class Sea:
@@ -317,5 +316,9 @@ class Sea:
 
 def participation(sim: Sim, since: int = 0) -> float:
     """Return the share of an island's rounds, of `since` and later, in which it exchanged."""
-    outcomes = [met.outcome in ("met", "late") for met in sim.met if met.round >= since and met.outcome != "caught up"]
+    outcomes = [
+        outcome.outcome in ("met", "late")
+        for outcome in sim.outcomes
+        if outcome.round >= since and outcome.outcome != "caught up"
+    ]
     return sum(outcomes) / max(len(outcomes), 1)

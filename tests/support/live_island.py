@@ -48,7 +48,7 @@ class LiveIsland(threading.Thread):
         **fields: Any,
     ):
         super().__init__(daemon=True)
-        self.lines, self.met, workdir = list[str](), list[Any](), folder / f"work-{name}"
+        self.lines, self.outcomes, workdir = list[str](), list[Any](), folder / f"work-{name}"
         workdir.mkdir(exist_ok=True)
         newest, credentials = open_membership(roster, name, keys, workdir)
         facts: dict[str, Any] = {"identity": {"run": newest.run}, "details": json.dumps({"config": None})} | fields
@@ -58,7 +58,7 @@ class LiveIsland(threading.Thread):
             credentials=credentials,
             partner=partner_by(RandomPairing(len(newest.names)), 1),
             codec=codec_of(wire_of("float32"), [weights], [weights], [1]),
-            forms=StateCodec(specs_of([weights, STEP]), 1, [1]),
+            state_codec=StateCodec(specs_of([weights, STEP]), 1, [1]),
             workdir=workdir,
             incarnation=time.time_ns() // 1_000_000,
             steps_per_round=5,
@@ -103,7 +103,7 @@ class LiveIsland(threading.Thread):
                 self.round += 1
                 norm = float(np.linalg.norm(self.weights))
                 self.link.round_ended(self.round, self.step, Message(self.round, [self.weights.copy()]), norm, 10)
-            self.met += self.link.take_met()
+            self.outcomes += self.link.take_outcomes()
 
 
 @contextlib.contextmanager

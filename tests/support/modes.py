@@ -83,9 +83,9 @@ def islands(config: TrainConfig, folder: Path) -> PyTree:
         for step in range(1, config.num_steps + 1):
             state = pushed(config, state, step, slice(replica, replica + 1))
             state = island.outer_step(state, step, schedule.due(step))
-        met, status = link.take_met(), link.status()
+        outcomes, status = link.take_outcomes(), link.status()
         assert status.committed == status.due == schedule.total(config.num_steps)
-        assert {one.outcome for one in met} == {"met"}
+        assert {one.outcome for one in outcomes} == {"met"}
         link.close()
         final[replica] = jax.device_get(state)
 

@@ -36,7 +36,7 @@ class Echo:
         self.is_silent = False
         self.pieces, self.piece_bytes = 1, 3
         self.ended = asyncio.Event()  # of a call for weights
-        self.meetings = self
+        self.meetings = self.table = self
 
     def end_of(self, name: str) -> str:
         return ""
@@ -77,7 +77,7 @@ async def served(
     """Serve as paris, by the node's roster; give the node and the port."""
     node = node or Echo()
     node.roster = roster or roster_at({})
-    listener = Listener(node, node.give, lambda: node.roster, credentials)
+    listener = Listener(node, node.give, credentials)
     port = await listener.open(Address("127.0.0.1", 0))
     try:
         yield node, port

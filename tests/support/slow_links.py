@@ -23,7 +23,7 @@ IN_FLIGHT = 2
 class LinkedStream(MemoryStream):
     """One end of a call over the links of both nodes."""
 
-    _world: "SlowSea"
+    _sea: "SlowSea"
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -33,7 +33,7 @@ class LinkedStream(MemoryStream):
 
     async def send(self, frame: pb.Frame) -> None:
         self._check()
-        sea, now = self._world, asyncio.get_running_loop().time
+        sea, now = self._sea, asyncio.get_running_loop().time
         await sea.faults(self._me, self._peer, frame.WhichOneof("kind") or "")
         size = len(frame.piece.data)
         if size:
@@ -50,7 +50,7 @@ class LinkedStream(MemoryStream):
         if not self.is_over:
             self.is_over = True
             self.arrived.put_nowait(None)
-            self._deliver(None, asyncio.get_running_loop().time() + self._world.latency)
+            self._deliver(None, asyncio.get_running_loop().time() + self._sea.latency)
 
     def _check(self) -> None:
         if self.is_over:

@@ -64,7 +64,7 @@ def every(sync_every: int = 2, **outer: Any) -> OuterConfig:
     return OuterConfig(sync_every=sync_every, **outer)
 
 
-IN_PAIRS = No("islands meet in pairs|they meet in pairs")
+IN_PAIRS = No("islands exchange in pairs|they exchange in pairs")
 CARRIED: dict[str, Any] = {"momentum_of": "corrections", "momentum": 0.3}
 BEST: dict[str, Any] = {"wire": "modulo4", "fragments": 4, "order": "hypercube", "lr": 1.0, **CARRIED}
 TABLE = {
