@@ -11,7 +11,7 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.optim.outer_step import shared
-from noloco_jax.optim.rule import OuterState
+from noloco_jax.optim.rule import Momentum, OuterState, Rule
 from support.layouts import assert_trees_close, axis_of, every_layout, over_replicas, random_tree, state_at_start
 from support.oracle import noloco_step
 from support.rules import ALPHA, BETA, GAMMA, RULES, groups_of
@@ -193,3 +193,12 @@ def test_learning_rate_and_momentum_may_be_schedules_over_rounds(rule):
     apart = start(8)
     other = jax.jit(jax.vmap(scheduled[name]().step, axis_name="replica"))(theta, apart)
     assert not np.allclose(other[0]["matrix"], expected[0]["matrix"])
+
+
+def test_movement_is_that_of_the_message_at_the_outer_rate():
+    """Windows of a modulo format follow it."""
+    rng = np.random.default_rng(0)
+    slow, momentum, theta = rng.normal(size=(3, 5))
+    rule = Rule(0.3, optax.piecewise_constant_schedule(1.5, {1: 2.0}), 1.0)
+    found = rule.movement(Momentum(slow, momentum), theta, 2)
+    np.testing.assert_allclose(found, np.sqrt((3.0 * (theta - slow)) ** 2 + momentum**2), rtol=1e-6)
