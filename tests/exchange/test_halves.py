@@ -41,9 +41,9 @@ def mean_of(x, groups):
 
 
 @pytest.mark.parametrize("groups", [FOURS, EIGHT], ids=["4", "8"])
-@pytest.mark.parametrize(("wire", "step"), [("float32", 2e-6), ("bfloat16", 2**-6), ("modulo4", 0.024)])
+@pytest.mark.parametrize(("wire", "step"), [("float32", 2e-6), ("bfloat16", 2**-6), ("modulo4", 0.033)])
 def test_all_members_receive_the_mean_within_a_few_steps_of_the_format(groups, wire, step):
-    """A swap adds half a step, and the modulo format's step is up to 0.19 * 1.25 of the movement, here 0.024."""
+    """A swap adds half a step, and the modulo format's step is up to 4.4 / 16 * 1.19 of the movement, here 0.033."""
     x = messages()
     means, _ = exchanged(x, groups, wire)
     for name, leaf in x.items():
@@ -82,7 +82,7 @@ def test_a_member_too_far_for_the_window_widens_it_for_all_and_moves_nothing_wro
     means, windows = exchanged(x, FOURS, "modulo4")
     _, before = exchanged(messages(), FOURS, "modulo4")
     moved = np.abs(means["b"] - x["b"]).max(axis=1)
-    assert moved.max() < 0.2  # a wrong decoding is at least a window, 0.3
+    assert moved.max() < 0.2  # a wrong decoding is at least a window, 0.44
     np.testing.assert_allclose((means["b"] - x["b"])[FOURS[0]].sum(axis=0), 0, atol=1e-4)
     assert (windows["b"][[5, 7]] >= before["b"][[5, 7]] + 8).all()
 
