@@ -129,11 +129,13 @@ class OuterConfig:
         None, "Pull towards the group's mean, the paper's gamma; None: outer.lr (noloco).", minimum=0
     )
     sync_every: int = setting(None, "Inner steps between outer steps.", minimum=1)
-    group_size: int = setting(None, "Replicas that average together (noloco).", minimum=1)
+    group_size: int = setting(
+        None, "Replicas that average together; 4 or 8 by halves, in 1.5 or 1.75 messages (noloco).", minimum=1
+    )
     order: str = setting(
         None,
         "Pairings in shuffled passes, independent draws, as in the paper, or a hypercube: log2(num_replicas) rounds "
-        "average all (powers of two; noloco).",
+        "of pairs, half as many of fours, average all (powers of two; noloco).",
         choices=("passes", "independent", "hypercube"),
     )
     nesterov: bool = setting(None, "Nesterov momentum; False: heavy ball (diloco).")

@@ -82,7 +82,7 @@ def test_replicas_that_do_not_divide_the_global_batch_are_refused(replicas):
 
 
 def test_an_invalid_argument_is_refused():
-    for argument in ("nolocco", "noloco,replica=4", "noloco,replicas=x", "noloco,stages"):
+    for argument in ("nolocco", "noloco,replica=4", "noloco,replicas=x", "noloco,stages", "noloco,groups=4"):
         with pytest.raises(UserError, match=r"c4_1b\.py"):
             load("c4_1b", argument)
 
@@ -94,8 +94,14 @@ def test_best_changes_only_optimizer_and_outer_step_for_any_number_of_replicas(n
     assert best.inner.adam_lr == plain.inner.lr and best.inner.min_lr == pytest.approx(best.inner.lr / 10)
     assert dataclasses.replace(best, inner=plain.inner, outer=plain.outer) == plain
     if name != "c4_tiny":
-        orders = {
-            replicas: load(name, f"best,replicas={replicas}", "--config.data.batch_size=1").outer.order
-            for replicas in (4, 6)
+        chosen = {
+            argument: load(name, f"best,replicas={argument}", "--config.data.batch_size=1").outer
+            for argument in ("4", "6", "16", "20", "16,groups=2")
         }
-        assert orders == {4: "hypercube", 6: "passes"}
+        assert {argument: (outer.order, outer.group_size, outer.sync_every) for argument, outer in chosen.items()} == {
+            "4": ("hypercube", 2, 5),
+            "6": ("passes", 2, 5),
+            "16": ("hypercube", 4, 8),
+            "20": ("passes", 4, 8),
+            "16,groups=2": ("hypercube", 2, 5),
+        }
