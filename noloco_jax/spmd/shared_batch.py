@@ -59,6 +59,8 @@ def share_program(mesh: Mesh, names: Sequence[str]) -> Callable[[jax.Array], Bat
         return {name: rows_LKBT[:, number] for number, name in enumerate(names)}
 
     specs = dict.fromkeys(names, BATCH_SPEC)
+    # With check_vma, `shard_map` holds rows to differ along an axis of one device, over which nothing is summed (jax
+    # 0.10.2), and refuses these specs.
     return jax.jit(jax.shard_map(share, mesh=mesh, in_specs=_PARTS_SPEC, out_specs=specs, check_vma=False))
 
 

@@ -72,7 +72,8 @@ def sum_over_stages(tree: PyTree) -> PyTree:
         return tree
 
     def total(x: jax.Array) -> jax.Array:
-        # XLA's CPU compiler aborts on sums of bfloat16 here ("Invalid binary instruction opcode copy").
+        # XLA's CPU compiler aborts on sums of bfloat16 beside auto axes ("Invalid binary instruction opcode copy", jax
+        # 0.10.2): GPUs sum in bfloat16, the CPU in float32.
         widened = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else x
         return jax.lax.psum(widened, "stage").astype(x.dtype)
 
