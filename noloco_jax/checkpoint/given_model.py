@@ -14,7 +14,7 @@ from noloco_jax.files import folder_of_flag
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions, read_json
 from noloco_jax.model.kind import Params
-from noloco_jax.storage.addresses import local_folder
+from noloco_jax.storage import local_folder
 
 _LENGTH_OF_FOLDERS = 2048  # tokens of a sequence at most, as a model may be meant for very long ones
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")

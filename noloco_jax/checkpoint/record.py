@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict
-from noloco_jax.data.tokenizer_folder import copy_tokenizer
+from noloco_jax.data.tokenizers import copy_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface_config import GIVEN_FILES
-from noloco_jax.storage.addresses import local_folder
+from noloco_jax.storage import local_folder
 
 TOKENIZER_FOLDER = "tokenizer"
 GIVEN_FOLDER = "init_from"

@@ -24,11 +24,14 @@ import numpy as np
 
 from noloco_jax.data.packing import HostSequence, Packer
 from noloco_jax.data.positions import DataPosition, after_document, share
-from noloco_jax.data.reading import WorkerLostError
 from noloco_jax.data.source import EncodeTexts, EpochShard, Source
-from noloco_jax.errors import UserError, tell
+from noloco_jax.errors import TransientError, UserError, tell
 
 Loaded = Callable[[], list[np.ndarray]]  # waits for documents, int32 (C, n) each
+
+
+class WorkerLostError(TransientError):
+    """A worker process was killed or broke down; another may make its chunks."""
 
 
 class ReplicaDocuments(NamedTuple):

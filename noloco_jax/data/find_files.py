@@ -4,15 +4,17 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import numpy as np
 
-from noloco_jax.data.line_reader import COMPRESSED
-from noloco_jax.data.reading import tell_once
 from noloco_jax.data.source import SourceOptions
-from noloco_jax.errors import UserError
-from noloco_jax.storage.addresses import is_remote, list_files
+from noloco_jax.errors import UserError, tell
+from noloco_jax.storage import is_remote, list_files, remote_facts, with_retries
 
+_FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+COMPRESSED = tuple(_FIRST_BYTES)
 # The names of each kind's files.
 SUFFIXES = {
     "jsonl": (
@@ -43,6 +45,13 @@ _SPLIT_PATTERNS = {
     split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(names)})(?:[-._ 0-9]|$)", re.IGNORECASE)
     for split, names in _SPLIT_NAMES.items()
 }
+READ_AT_ONCE = 16  # files: a server answers many at once
+VERSIONS = "file versions"  # of files on a server, where these are facts about data
+
+
+def compression_of(start: bytes) -> str | None:
+    """Return the suffix of the compression that a file begins with, or None."""
+    return next((suffix for suffix, first_bytes in _FIRST_BYTES.items() if start.startswith(first_bytes)), None)
 
 
 def find_files(options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NONE) -> list[str]:
@@ -229,3 +238,43 @@ def _tell_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         tell_once(f"{options.name}: not trained on, {why}: {os.path.basename(left[0])}{more}")
+
+
+class DamagedFileError(UserError):
+    """A data file whose bytes arrived and cannot be decoded."""
+
+
+def file_sizes(paths: Sequence[str]) -> list[int]:
+    """Return the bytes of each file. Transient errors are retried; servers are asked for many files at once."""
+    if not any(map(is_remote, paths[:1])):
+        return [with_retries(functools.partial(os.path.getsize, path), path) for path in paths]
+    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+        return [facts.size for facts in pool.map(remote_facts, paths)]
+
+
+def versions_fact(paths: Sequence[str]) -> dict[str, str]:
+    """Return the fact `VERSIONS` of files on a server; nothing for local files, whose times change with a copy."""
+    if not any(map(is_remote, paths[:1])):
+        return {}
+    versions = repr([remote_facts(path).version for path in paths])
+    return {VERSIONS: sha256(versions.encode()).hexdigest()[:16]}
+
+
+_reported: set[str] = set()
+_left_out: set[int] = set()  # documents, by the hashes of the reasons
+
+
+def leave_out(reason: str) -> None:
+    """Report a document that cannot be read to stderr: the 1st, 10th, 100th, ... of a process."""
+    if (key := hash(reason)) not in _left_out:
+        _left_out.add(key)
+        if re.fullmatch("10*", str(len(_left_out))):
+            count = f"{len(_left_out)} unreadable document{'s' * (len(_left_out) > 1)}"
+            tell(f"warning: {count} so far, taken as empty: {reason}")
+
+
+def tell_once(line: str) -> None:
+    """Print a line to stderr, once in a process."""
+    if line not in _reported:
+        _reported.add(line)
+        tell(line)

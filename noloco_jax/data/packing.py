@@ -8,9 +8,8 @@ from collections import deque
 import numpy as np
 
 from noloco_jax.data.positions import DataPosition
-from noloco_jax.data.source import PADDING
+from noloco_jax.data.source import IGNORED_LABEL, PADDING
 from noloco_jax.errors import UserError
-from noloco_jax.labels import IGNORED_LABEL
 
 # In host memory: input_ids and labels, int32 (T,) each; with a document mask segment_ids as well, which number the
 # documents of each sequence from 1. Padding is segment 0. A batch has the sequences below each other: (B, T).

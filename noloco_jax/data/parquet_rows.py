@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.parquet_file import is_binary
-from noloco_jax.data.reading import leave_out
-from noloco_jax.data.source import PADDING
+from noloco_jax.data.find_files import leave_out
+from noloco_jax.data.source import IGNORED_LABEL, PADDING
 from noloco_jax.errors import UserError
-from noloco_jax.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,7 +20,7 @@ class RowConverter(NamedTuple):
 
     Attributes:
       path: the file.
-      columns: the columns of its batches, see `parquet_file.choose_columns`.
+      columns: the columns of its batches, see `parquet.choose_columns`.
       is_text: whether they are one of texts.
       sequence_length: tokens of a sequence; sequences of padding alone are left out at the end of a row.
       vocab_size: the model's; None leaves the ids unchecked.
@@ -188,6 +186,13 @@ def _texts(column: Any) -> list[str]:
         except UnicodeDecodeError:
             column = column.cast("large_binary")
     return [content.decode("utf-8", "replace") for content in column.to_pylist()]
+
+
+def is_binary(kind: "pa.DataType") -> bool:
+    """Return True for strings of bytes, which writers that do not mark text as such leave."""
+    import pyarrow.types as types
+
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
 
 def _lengths(column: Any) -> np.ndarray:

@@ -4,25 +4,51 @@ Shapes: B sequences of T tokens.
 """
 
 import functools
+import itertools
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from noloco_jax.data.mixture import Mixture
+from noloco_jax.data.documents import WorkerLostError
+from noloco_jax.data.find_files import VERSIONS
 from noloco_jax.data.packing import HostBatch, HostSequence
 from noloco_jax.data.positions import DataPosition, start_position
-from noloco_jax.data.reading import VERSIONS, WorkerLostError
+from noloco_jax.data.source import GOLDEN_STEP
 from noloco_jax.errors import UserError
 
 PREFETCHING = "prefetch"  # name of the threads that make batches ahead of time
 _PREFETCHED_BATCHES = 4
+_SPAN = 2**64  # of the points by which a mixture's sources are drawn
 
 # A source's name and a position -> its sequences from there on, each with the position after it.
 OpenSequences = Callable[[str, DataPosition], Generator[tuple[HostSequence, DataPosition]]]
+
+
+class Mixture:
+    """A fixed order of sources in which each has its share of the places.
+
+    Place k belongs to the source in whose part of [0, 1) the point k times the golden ratio modulo 1 lies. Each point
+    falls into one of the largest gaps that those before it left (Knuth, The Art of Computer Programming, volume 3,
+    section 6.4), so that any consecutive places, wherever they begin, have every source in its share but for a few.
+    Nothing but k has to be remembered, and the weights may change at any place.
+    """
+
+    def __init__(self, weights: Mapping[str, float]):
+        total = sum(map(Fraction, weights.values()))
+        self.shares = {name: float(Fraction(weight) / total) for name, weight in weights.items()}
+        self._names = tuple(weights)
+        ends = itertools.accumulate(map(Fraction, weights.values()))
+        self._ends = [int(_SPAN * end / total) for end in ends][:-1]
+
+    def source_at(self, place: int) -> str:
+        """Return the name of the source of the sequence at `place`, counted from 0."""
+        return self._names[bisect_right(self._ends, place * GOLDEN_STEP % _SPAN)]
 
 
 def _state(drawn: int, by_source: Mapping[str, DataPosition]) -> dict[str, Any]:

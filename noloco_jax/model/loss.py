@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.labels import IGNORED_LABEL
+from noloco_jax.data.source import IGNORED_LABEL
 from noloco_jax.model.placement import constrain, num_devices, num_parts
 
 # Float32 logits held at once when the caller does not say: 256 MiB on the CPU, and 2 GiB elsewhere. There each chunk

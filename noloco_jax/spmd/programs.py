@@ -23,12 +23,12 @@ from noloco_jax.optim.methods import has_delay, method_of
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import OuterState, computed
 from noloco_jax.spmd import sharding
+from noloco_jax.spmd.batches import parts_of, share_program, spans_processes
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
 from noloco_jax.spmd.outer_programs import OuterPrograms, build_outer, outer_axes, over_mesh
 from noloco_jax.spmd.sharding import REPLICAS, SLOT
-from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processes
 from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
 PyTree = Any
@@ -78,7 +78,7 @@ class Programs:
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,), each replica's on its devices.
       merge: params -> params, every replica the mean, by an all-reduce.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
-      share_batch: parts -> batch, from the device of each replica that was given it (`shared_batch`); None if every
+      share_batch: parts -> batch, from the device of each replica that was given it (`batches`); None if every
         replica's devices belong to one process, which gives each its rows.
       compiled: compiled executables by program name.
       compile_seconds: seconds of lowering and compilation.

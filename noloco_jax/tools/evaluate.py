@@ -25,10 +25,8 @@ from noloco_jax.checkpoint.trained_model import data_facts
 from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
 from noloco_jax.data import RunData, Tokenizer
 from noloco_jax.data.find_files import SUFFIXES
-from noloco_jax.data.mixture import configs_by_source
-from noloco_jax.data.open_sources import encoder_of, open_documents, open_source
+from noloco_jax.data.run_data import batches_of, configs_by_source, encoder_of, open_documents, open_source
 from noloco_jax.data.source import Source
-from noloco_jax.data.validation import batches_of
 from noloco_jax.errors import UserError, log_if_slow, tell
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.metrics.evaluate import loss_of_one, perplexity_of

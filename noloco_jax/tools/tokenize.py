@@ -68,7 +68,7 @@ def _define_flags(parser: argparse.ArgumentParser) -> None:
 def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -> None:
     from noloco_jax.data import check_vocabulary, load_tokenizer  # imported late, for --help
     from noloco_jax.data.documents import Loader
-    from noloco_jax.data.open_sources import encoder_of, open_source
+    from noloco_jax.data.run_data import encoder_of, open_source
     from noloco_jax.tools.token_shards import Progress, write_split
 
     data, vocab_size = replace(config.data, shuffle_buffer=1), config.model.vocab_size

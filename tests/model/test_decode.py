@@ -10,7 +10,7 @@ import pytest
 
 from noloco_jax.config import ModelConfig, RopeScaling
 from noloco_jax.model import huggingface, kind
-from noloco_jax.model.cache import Cache
+from noloco_jax.model.attention import Cache
 from noloco_jax.model.decode import generate
 from noloco_jax.model.llama import Llama
 from support.model_makers import random_params

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.labels import IGNORED_LABEL
+from noloco_jax.data.source import IGNORED_LABEL
 from noloco_jax.model import kind
 
 

@@ -45,7 +45,7 @@ LAYERS = (
     ("spmd",),
     ("model",),
     ("data",),
-    ("storage", "config"),
+    ("config",),
     ("optim",),
 )
 DEPTH = {f"noloco_jax.{name}": depth for depth, layer in enumerate(LAYERS) for name in layer}

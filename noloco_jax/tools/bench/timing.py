@@ -11,9 +11,8 @@ import numpy as np
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.optim import prng
-from noloco_jax.spmd.batches import GlobalBatches
+from noloco_jax.spmd.batches import GlobalBatches, replicas_read_here
 from noloco_jax.spmd.programs import Programs
-from noloco_jax.spmd.shared_batch import replicas_read_here
 
 _WARMUP = 3  # inner steps before the first that is timed
 _OUTER_STEPS = 5  # timed

@@ -13,17 +13,21 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import sleep
 from typing import Any, NamedTuple, TypeVar
 
-from noloco_jax.errors import UserError, described
+from noloco_jax.errors import TransientError, UserError, described, tell
 from noloco_jax.files import full_disk_told
-from noloco_jax.storage.retries import with_retries
 
+# What a network file system reports while a server restarts, a mount comes back or a file is replaced.
+TRANSIENT_ERRNOS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT)
+DISK_DELAYS = (0.1, 0.4, 1.0, 2.0, 4.0)  # seconds
+_TOLD_SECONDS = 8.0  # least delay of which people are told
 T = TypeVar("T")
 
-RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds, beside those of s3fs and gcsfs
+SERVER_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds, beside those of s3fs and gcsfs
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 30.0  # timeouts: of a connection, and of one that delivers nothing
 BLOCK = 1 << 20  # bytes of a request while a file is read in sequence
 
@@ -45,6 +49,47 @@ _SCHEMES = {
     "http": ("aiohttp", "give an address that is open to all"),
 }
 _NO_LOGIN = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError")
+
+
+def with_retries(
+    act: Callable[[], T],
+    path: str,
+    *,
+    delays: Sequence[float] = DISK_DELAYS,
+    transient: Sequence[int] = TRANSIENT_ERRNOS,
+) -> T:
+    """Call `act`, again after each of `delays` while its error is a transient one, and return its result.
+
+    Args:
+      act: reads the file `path`. It must be able to start again after an `OSError`.
+      path: the file, for people.
+      delays: seconds.
+      transient: the numbers of such errors.
+
+    Raises:
+      TransientError: if the error was still there at the last attempt.
+      UserError: for any other error of the operating system.
+      OSError: one without a number, as decoders raise it.
+    """
+    left = iter(delays)
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno is None:
+                raise
+            reason = error.strerror or str(error)
+            if error.errno not in transient:
+                raise UserError(f"{path} cannot be read ({reason}): make it accessible") from None
+            delay = next(left, None)
+            if delay is None:
+                raise TransientError(
+                    f"{path} cannot be read ({reason}), not even after {sum(delays):g} seconds of retries: "
+                    "the same command continues once the storage is back"
+                ) from None
+            if delay >= _TOLD_SECONDS:
+                tell(f"{path} cannot be read ({reason}): trying again in {delay:g} s")
+        sleep(delay)
 
 
 class RemoteFacts(NamedTuple):
@@ -206,7 +251,7 @@ def _file_system(scheme: str) -> Any:
 
 
 def _retried(act: Callable[[Any], T], path: str) -> T:
-    """Call `act` with the file system of `path`, again after each of `RETRY_DELAYS` while it fails for a while."""
+    """Call `act` with the file system of `path`, again after each of `SERVER_DELAYS` while it fails for a while."""
 
     def sorted_out() -> T:
         try:
@@ -214,7 +259,7 @@ def _retried(act: Callable[[Any], T], path: str) -> T:
         except Exception as error:  # the file systems' libraries have errors of their own
             raise _sorted(error, path) from None
 
-    return with_retries(sorted_out, path, delays=RETRY_DELAYS, transient=(errno.EIO,))
+    return with_retries(sorted_out, path, delays=SERVER_DELAYS, transient=(errno.EIO,))
 
 
 def _sorted(error: Exception, path: str) -> Exception:
