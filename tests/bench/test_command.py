@@ -8,8 +8,7 @@ import pytest
 
 from noloco_jax.errors import UserError
 from noloco_jax.tools.bench import command
-from noloco_jax.tools.bench.command import in_own_process, make_variants
-from noloco_jax.tools.bench.report import REFUSED
+from noloco_jax.tools.bench.command import REFUSED, in_own_process, make_variants
 from support import platforms, processes
 from support.benchmarks import end_by_sigkill, threaded_modules_before_keeping_memory
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.tools.compare import report
-from noloco_jax.tools.compare.results import Row, make_rows, results_of
+from noloco_jax.tools.compare.report import Row, make_rows, results_of
 from support.comparisons import finished, only, plan_of, train
 
 

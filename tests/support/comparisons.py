@@ -6,8 +6,7 @@ from pathlib import Path
 from noloco_jax.config import save_config
 from noloco_jax.metrics.writer import MetricWriter
 from noloco_jax.spmd.inner import learning_rates
-from noloco_jax.tools.compare.plan import Plan, PlannedRun, make_plan
-from noloco_jax.tools.compare.variants import make_variants
+from noloco_jax.tools.compare.plan import Plan, PlannedRun, make_plan, make_variants
 from noloco_jax.tools.sweep import parse_sweep
 
 METHODS = ["ddp", "diloco", "noloco", "local"]
