@@ -18,7 +18,7 @@ from noloco_jax.config import Change, ModelConfig, TrainConfig, unchecked
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.formatting import format_bytes, format_seconds
-from noloco_jax.model.kind import param_shapes
+from noloco_jax.model.architecture import param_shapes
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary, vocabulary_axis
 

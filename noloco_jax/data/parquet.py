@@ -94,35 +94,40 @@ def choose_columns(path: str, schema: "pa.Schema", text_column: str) -> tuple[st
 
     Raises `UserError` if there are none of these types.
     """
-    kinds = dict(zip(schema.names, schema.types, strict=True))
-    has_text = text_column in kinds and _is_text(kinds[text_column])
+    types_of = dict(zip(schema.names, schema.types, strict=True))
+    has_text = text_column in types_of and _is_text(types_of[text_column])
     if text_column == _USUAL_TEXT_COLUMN:
         names = ("input_ids", "labels", "label", "attention_mask")
-        lists = [name for name in names if name in kinds and _lists_integers(kinds[name])]
+        lists = [name for name in names if name in types_of and _lists_integers(types_of[name])]
         if lists[:1] == ["input_ids"] and (len(lists) > 1 or not has_text):
             return *lists[:2], *(name for name in lists[2:] if name == "attention_mask")
     if has_text:
         return (text_column,)
     raise UserError(
-        f"{path} has the columns {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}: expected strings in "
+        f"{path} has the columns {', '.join(f'{name} ({found})' for name, found in types_of.items())}: expected strings in "
         f"{text_column!r} (data.text_column names another), or lists of integers in input_ids, and perhaps in labels "
         "(equal to them, as Hugging Face has it), label (the ids that follow) or attention_mask"
     )
 
 
-def _lists_integers(kind: "pa.DataType") -> bool:
+def _lists_integers(column_type: "pa.DataType") -> bool:
     import pyarrow.types as types
 
-    listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return listed and (types.is_integer(kind.value_type) or types.is_boolean(kind.value_type))
+    listed = types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type)
+    return listed and (types.is_integer(column_type.value_type) or types.is_boolean(column_type.value_type))
 
 
-def _is_text(kind: "pa.DataType") -> bool:
+def _is_text(column_type: "pa.DataType") -> bool:
     import pyarrow.types as types
 
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or is_binary(kind)
+    if types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    return (
+        types.is_string(column_type)
+        or types.is_large_string(column_type)
+        or types.is_string_view(column_type)
+        or is_binary(column_type)
+    )
 
 
 def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator["pa.RecordBatch"]:

@@ -188,11 +188,11 @@ def _texts(column: Any) -> list[str]:
     return [content.decode("utf-8", "replace") for content in column.to_pylist()]
 
 
-def is_binary(kind: "pa.DataType") -> bool:
+def is_binary(column_type: "pa.DataType") -> bool:
     """Return True for strings of bytes, which writers that do not mark text as such leave."""
     import pyarrow.types as types
 
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return types.is_binary(column_type) or types.is_large_binary(column_type) or types.is_binary_view(column_type)
 
 
 def _lengths(column: Any) -> np.ndarray:

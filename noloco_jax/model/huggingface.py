@@ -23,6 +23,7 @@ from noloco_jax.config import ModelConfig
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
+from noloco_jax.model.architecture import BUILT_IN, Params, param_axes, param_shapes
 from noloco_jax.model.huggingface_config import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -34,7 +35,6 @@ from noloco_jax.model.huggingface_config import (
     read_json,
     their_config,
 )
-from noloco_jax.model.kind import BUILT_IN, Params, param_axes, param_shapes
 from noloco_jax.model.tokenizer_files import save_tokenizer
 
 __all__ = ["check_has_format", "check_new_folder", "config_from_folder", "load_params", "save_folder"]

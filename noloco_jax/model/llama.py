@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.model.architecture import Model, Params, Stages, stacked, weight
 from noloco_jax.model.attention import Cache, inverse_frequencies, rotation
 from noloco_jax.model.block import KERNEL_INIT, Block, rms_norm
-from noloco_jax.model.kind import Model, Params, Stages, stacked, weight
 from noloco_jax.model.placement import constrain, look_up
 
 _MAX_UNROLLED_LAYERS = 16

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.model.architecture import Axes, Path
 from noloco_jax.model.block import Block, swiglu
-from noloco_jax.model.kind import Axes, Path
 from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
 from noloco_jax.model.placement import map_shards, num_parts

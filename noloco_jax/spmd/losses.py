@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from noloco_jax.config import ModelConfig, TrainConfig
-from noloco_jax.model.kind import kind_of
+from noloco_jax.model.architecture import architecture_of
 from noloco_jax.model.loss import logits_at_once
 from noloco_jax.optim.methods import method_of
 from noloco_jax.spmd.gradients import Batch, label_weights, loss_sum, replica_gradient
@@ -72,7 +72,7 @@ def activation_bytes(config: TrainConfig, platform: str) -> tuple[int, int]:
     """Estimate the bytes that a whole replica's micro-batch keeps for the backward pass, and those of its logits."""
     width = {"float32": 4, "bfloat16": 2}[config.model.dtype]
     tokens = tokens_at_once(config)
-    kept = tokens * kind_of(config.model).kept_numbers(config.model) * width
+    kept = tokens * architecture_of(config.model).kept_numbers(config.model) * width
     return kept, 4 * min(tokens * config.model.vocab_size, logits_at_once(platform))
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, TrainConfig
-from noloco_jax.model.kind import check_kind, init_params, num_params
+from noloco_jax.model.architecture import check_architecture, init_params, num_params
 from noloco_jax.optim.exchange.all_reduce import all_mean
 from noloco_jax.optim.methods import has_delay, method_of
 from noloco_jax.optim.outer_step import OuterOptimizer
@@ -115,7 +115,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
       mesh: its devices.
       shares_batches: make `share_batch`; None: if some replica's devices belong to several processes.
     """
-    check_kind(config.model, config.mesh.stage, config.data.document_mask)
+    check_architecture(config.model, config.mesh.stage, config.data.document_mask)
     inner, outer = inner_optimizer(config), build_outer(config)
     losses = build_losses(config, mesh)
     vocab_size = padded_vocab_size(config.model.vocab_size, mesh.shape)

@@ -30,7 +30,7 @@ from noloco_jax.data.source import Source
 from noloco_jax.errors import UserError, log_if_slow, tell
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.metrics.evaluate import loss_of_one, perplexity_of
-from noloco_jax.model.kind import Params
+from noloco_jax.model.architecture import Params
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 

@@ -14,8 +14,8 @@ import numpy as np
 from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, opened_model
 from noloco_jax.config import make_parser
 from noloco_jax.errors import UserError
+from noloco_jax.model.architecture import check_generates
 from noloco_jax.model.decode import generate
-from noloco_jax.model.kind import check_generates
 from noloco_jax.optim import prng
 from noloco_jax.train.sample import prompt_ids
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _settings_of(file: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the fields of `Setting` that a configuration has."""
     config = from_dict(load_config(file, overrides))
-    from noloco_jax.model.kind import num_params  # imports jax
+    from noloco_jax.model.architecture import num_params  # imports jax
 
     settings = {
         "params": float(num_params(config.model)[0]),

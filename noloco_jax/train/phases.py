@@ -33,7 +33,7 @@ from noloco_jax.metrics.evaluate import Validation
 from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_peak, program_memory
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
-from noloco_jax.model.kind import Params
+from noloco_jax.model.architecture import Params
 from noloco_jax.optim import prng
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
