@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from noloco_jax.checkpoint import digests, record
-from noloco_jax.checkpoint.totals import Totals
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange
 from noloco_jax.config import Change, ModelConfig, TrainConfig, unchecked
 from noloco_jax.data import Tokenizer

@@ -13,8 +13,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as preserva
 
 from noloco_jax.checkpoint import digests, record
 from noloco_jax.checkpoint.quiet import quiet_saves
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.checkpoint.saved import ITEMS, Saved, SavedShape
-from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import TransientError, UserError, described, log_if_slow, tell

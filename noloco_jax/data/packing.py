@@ -4,6 +4,7 @@ Shapes: C columns (1: token ids; 2: input ids and their labels), N tokens of a d
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -135,3 +136,8 @@ class Packer:
 def _without_padding_behind(document_CN: np.ndarray) -> np.ndarray:
     tokens = np.flatnonzero(document_CN[0] != PADDING)
     return document_CN[:, : tokens[-1] + 1] if len(tokens) else document_CN[:, :0]
+
+
+def stacked(rows: Sequence[HostSequence]) -> HostBatch:
+    """Return sequences as a batch, one below the other: (B, T)."""
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}

@@ -5,19 +5,18 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
 
 from noloco_jax.data.find_files import READ_AT_ONCE, DamagedFileError, HoldOut, tell_once, versions_fact
 from noloco_jax.data.parquet_rows import RowConverter, is_binary
 from noloco_jax.data.source import Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage import is_remote, path_or_file, remote_facts, with_retries
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
 T = TypeVar("T")
 
@@ -54,20 +53,16 @@ def read_footers(files: Sequence[str], text_column: str) -> list[FileFooter]:
 
 
 @functools.lru_cache(maxsize=_DECODED_FOOTERS)
-def _decoded_footer(path: str, version: int | str) -> "pq.FileMetaData":
-    import pyarrow.parquet as pq
-
+def _decoded_footer(path: str, version: int | str) -> pq.FileMetaData:
     return _decoding(path, lambda: pq.read_metadata(path_or_file(path, read_ahead=False)))
 
 
-def _open(path: str) -> "pq.ParquetFile":
-    import pyarrow.parquet as pq
-
+def _open(path: str) -> pq.ParquetFile:
     version = remote_facts(path).version if is_remote(path) else with_retries(lambda: os.stat(path).st_mtime_ns, path)
     footer = _decoded_footer(path, version)
     buffer_bytes = _REMOTE_BUFFER_BYTES if is_remote(path) else _COLUMN_BUFFER_BYTES
 
-    def read() -> "pq.ParquetFile":
+    def read() -> pq.ParquetFile:
         file = path_or_file(path, read_ahead=False)
         return pq.ParquetFile(
             file, metadata=footer, pre_buffer=False, buffer_size=buffer_bytes, page_checksum_verification=True
@@ -78,15 +73,13 @@ def _open(path: str) -> "pq.ParquetFile":
 
 def _decoding(path: str, read: Callable[[], T]) -> T:
     """Call `read` with retries and return its result; `DamagedFileError` for bytes that cannot be decoded."""
-    import pyarrow as pa
-
     try:
         return with_retries(read, path)
     except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(f"{path} is no readable Parquet file ({_one_line(error)}): fetch it again") from None
 
 
-def choose_columns(path: str, schema: "pa.Schema", text_column: str) -> tuple[str, ...]:
+def choose_columns(path: str, schema: pa.Schema, text_column: str) -> tuple[str, ...]:
     """Choose the columns of a file to read: `input_ids` and what its labels are made from, or the one of text.
 
     Tokens with labels or a mask come before a column `text` beside them, those alone after it. A text column of another
@@ -104,22 +97,18 @@ def choose_columns(path: str, schema: "pa.Schema", text_column: str) -> tuple[st
     if has_text:
         return (text_column,)
     raise UserError(
-        f"{path} has the columns {', '.join(f'{name} ({found})' for name, found in types_of.items())}: expected strings in "
-        f"{text_column!r} (data.text_column names another), or lists of integers in input_ids, and perhaps in labels "
-        "(equal to them, as Hugging Face has it), label (the ids that follow) or attention_mask"
+        f"{path} has the columns {', '.join(f'{name} ({found})' for name, found in types_of.items())}: expected "
+        f"strings in {text_column!r} (data.text_column names another), or lists of integers in input_ids, and perhaps "
+        "in labels (equal to them, as Hugging Face has it), label (the ids that follow) or attention_mask"
     )
 
 
-def _lists_integers(column_type: "pa.DataType") -> bool:
-    import pyarrow.types as types
-
+def _lists_integers(column_type: pa.DataType) -> bool:
     listed = types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type)
     return listed and (types.is_integer(column_type.value_type) or types.is_boolean(column_type.value_type))
 
 
-def _is_text(column_type: "pa.DataType") -> bool:
-    import pyarrow.types as types
-
+def _is_text(column_type: pa.DataType) -> bool:
     if types.is_dictionary(column_type):
         column_type = column_type.value_type
     return (
@@ -130,20 +119,19 @@ def _is_text(column_type: "pa.DataType") -> bool:
     )
 
 
-def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator["pa.RecordBatch"]:
+def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Yield some row groups of a file, a few rows at a time.
 
     Transient errors are retried. Raises `DamagedFileError` where the file cannot be decoded.
     """
-    import pyarrow as pa
 
-    def from_start() -> "Iterator[pa.RecordBatch]":
+    def from_start() -> Iterator[pa.RecordBatch]:
         with _open(path) as opened:
             yield from opened.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False)
 
     batches, num_read = from_start(), 0
 
-    def read() -> "pa.RecordBatch | None":
+    def read() -> pa.RecordBatch | None:
         nonlocal batches
         try:
             return next(batches, None)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from noloco_jax.data.documents import Loader, ReplicaDocuments, read_documents, sequences
+from noloco_jax.data.documents import Loader, ReplicaDocuments, sequences
 from noloco_jax.data.find_files import RARE_JSON_LINES, SUFFIXES, real_path, split_files, tell_once
 from noloco_jax.data.json_lines import JsonLinesSource
-from noloco_jax.data.packing import HostBatch, HostSequence, Packer
-from noloco_jax.data.parquet import ParquetSource
+from noloco_jax.data.packing import HostBatch, HostSequence, stacked
 from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import IGNORED_LABEL, EncodeTexts, Source, SourceOptions
 from noloco_jax.data.stream import Mixture, ReplicaStreams, Stream
@@ -233,6 +232,8 @@ def _source(config: "DataConfig", options: SourceOptions, vocab_size: int | None
     if config.kind == "jsonl":
         return JsonLinesSource(options, *split_files(options, SUFFIXES["jsonl"], RARE_JSON_LINES))
     if config.kind == "parquet":
+        from noloco_jax.data.parquet import ParquetSource  # pyarrow starts threads
+
         files = split_files(options, SUFFIXES["parquet"])
         return ParquetSource(options, *files, config.sequence_length, vocab_size)
     raise UserError(f'{options.beside("kind")}={config.kind!r}: the kinds are "jsonl", "parquet" and "text"')
@@ -256,47 +257,26 @@ def interleaved_batches(
     sources: Mapping[str, Source], mixture: Mixture, encode: EncodeTexts, config: "DataConfig"
 ) -> Generator[HostBatch]:
     """Yield batches of the sources' sequences in the order of `mixture` until one has no more."""
-    loader = Loader(sources, encode)
+    loader, start = Loader(sources, encode), start_position(0, 1)
+
+    def in_order(name: str, source: Source) -> Generator[tuple[HostSequence, DataPosition]]:
+        documents = ReplicaDocuments(name, source, 0, 1)
+        return sequences(documents, start, config.sequence_length, config.document_mask, loader, last_epoch=0)
+
     with ExitStack() as stack:
-        sequences = {
-            name: stack.enter_context(closing(_sequences(ReplicaDocuments(name, source, 0, 1), loader, config)))
-            for name, source in sources.items()
-        }
+        read = {name: stack.enter_context(closing(in_order(name, source))) for name, source in sources.items()}
         rows: list[HostSequence] = []
         for place in itertools.count():
-            row = next(sequences[mixture.source_at(place)], None)
-            if row is None:
+            found = next(read[mixture.source_at(place)], None)
+            if found is None:
                 break
-            rows.append(row)
+            rows.append(found[0])
             if len(rows) == config.batch_size:
-                yield _stacked(rows)
+                yield stacked(rows)
                 rows = []
     if rows:
         ignored = {key: np.full_like(x, IGNORED_LABEL if key == "labels" else 0) for key, x in rows[0].items()}
-        yield _stacked(rows + [ignored] * (config.batch_size - len(rows)))
-
-
-def _stacked(rows: list[HostSequence]) -> HostBatch:
-    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
-
-
-def _sequences(documents: ReplicaDocuments, loader: Loader, config: "DataConfig") -> Generator[HostSequence]:
-    """Yield the documents of one epoch as sequences; the last one may be filled up with ignored labels."""
-    source, any_yet = documents.source, False
-    packer = Packer(source.num_columns, config.sequence_length, document_mask=config.document_mask)
-    with closing(read_documents(documents, start_position(0, 1), loader, last_epoch=0)) as read:
-        for tokens, position in read:
-            packer.add(tokens, position)
-            while packer.full:
-                any_yet = True
-                yield packer.pop()
-    rest = packer.pop_rest()
-    if rest is not None:
-        yield rest
-    elif not any_yet:
-        field = source.options.field
-        others = f"another {field}" if field.startswith("--") else source.options.beside("validation_path")
-        raise UserError(f"the validation documents of {source.name} hold no token to predict: give {others}")
+        yield stacked(rows + [ignored] * (config.batch_size - len(rows)))
 
 
 def configs_by_source(config: "DataConfig") -> dict[str, "DataConfig"]:

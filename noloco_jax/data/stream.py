@@ -13,11 +13,9 @@ from contextlib import ExitStack, closing
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from noloco_jax.data.documents import WorkerLostError
 from noloco_jax.data.find_files import VERSIONS
-from noloco_jax.data.packing import HostBatch, HostSequence
+from noloco_jax.data.packing import HostBatch, HostSequence, stacked
 from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import GOLDEN_STEP
 from noloco_jax.errors import UserError
@@ -75,8 +73,7 @@ def _batches(
                 row, by_source[name] = next(sources[name])
                 rows.append(row)
                 drawn += 1
-            batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
-            yield batch, _state(drawn, by_source)
+            yield stacked(rows), _state(drawn, by_source)
 
 
 class Stream(Iterator[HostBatch]):

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from noloco_jax.checkpoint.record import write_start
+from noloco_jax.checkpoint.record import Totals, write_start
 from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
-from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.host import find_devices
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop

@@ -19,9 +19,9 @@ from jax.experimental import multihost_utils
 
 from noloco_jax.checkpoint import elastic
 from noloco_jax.checkpoint.quiet import quiet_saves
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.checkpoint.saved import SavedShape
 from noloco_jax.checkpoint.store import Checkpointer
-from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import TransientError, UserError

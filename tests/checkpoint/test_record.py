@@ -12,9 +12,9 @@ from noloco_jax.checkpoint.record import (
     version_changes,
     write_start,
 )
-from noloco_jax.checkpoint.totals import Throughput
 from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unchecked
 from noloco_jax.errors import UserError
+from noloco_jax.train.step_log import Throughput
 
 CONFIG = TrainConfig()
 OTHER = from_dict(

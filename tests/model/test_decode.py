@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import ModelConfig, RopeScaling
-from noloco_jax.model import huggingface, architecture
+from noloco_jax.model import architecture, huggingface
 from noloco_jax.model.attention import Cache
 from noloco_jax.model.decode import generate
 from noloco_jax.model.llama import Llama
@@ -54,8 +54,8 @@ EVERY_PART = {"head_dim": 12, "qkv_bias": True, "qk_norm": True, "sliding_window
         {},
         {"tie_embeddings": False, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)},
         {"tie_embeddings": False, **EVERY_PART},
-        {"tie_embeddings": False, "architecture": "moe", "qk_norm": True, "num_experts": 6, "experts_per_token": 2},
-        {"tie_embeddings": False, "architecture": "support.own_model:Model"},
+        {"tie_embeddings": False, "kind": "moe", "qk_norm": True, "num_experts": 6, "experts_per_token": 2},
+        {"tie_embeddings": False, "kind": "support.own_model:Model"},
     ],
     ids=["tied", "llama3_rope", "every part", "experts", "a user's own"],
 )
