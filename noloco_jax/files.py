@@ -69,7 +69,7 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
 
 
-def check_name(workdir: Path) -> None:
+def check_checkpoint_path(workdir: Path) -> None:
     """Raise `UserError` for a path with characters that Orbax takes for a pattern: nothing could read what it saves."""
     path = str(workdir.absolute())
     if found := [character for character in "[]\\" if character in path]:

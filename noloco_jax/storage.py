@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 SERVER_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds, beside those of s3fs and gcsfs
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 30.0  # timeouts: of a connection, and of one that delivers nothing
-BLOCK = 1 << 20  # bytes of a request while a file is read in sequence
+REQUEST_BYTES = 1 << 20  # bytes of a request while a file is read in sequence
 
 _BUFFER = 1 << 16
 # Scheme -> the packages that fsspec needs for it, and what to do where it is refused.
@@ -156,7 +156,7 @@ def open_file(path: str) -> io.BufferedReader:
 class RemoteFile(io.RawIOBase):
     """A file at an address, which is opened again where reading fails for a while.
 
-    With `read_ahead` a request asks for `BLOCK` bytes more than are wanted, otherwise for no more.
+    With `read_ahead` a request asks for `REQUEST_BYTES` bytes more than are wanted, otherwise for no more.
     """
 
     def __init__(self, path: str, *, read_ahead: bool = True):
@@ -190,7 +190,7 @@ class RemoteFile(io.RawIOBase):
     def _read(self, system: Any, size: int) -> bytes:
         opened, self._opened = self._opened, None  # after an error it is opened anew
         if opened is None:
-            opened = system.open(self._path, "rb", block_size=BLOCK, cache_type=self._cache)
+            opened = system.open(self._path, "rb", block_size=REQUEST_BYTES, cache_type=self._cache)
         opened.seek(self._position)
         content = opened.read(size)
         if len(content) != size:

@@ -69,10 +69,10 @@ def restore(saved: Saved, config: TrainConfig, programs: Programs) -> tuple[Trai
     if then.num_replicas == now.num_replicas:
         sizes = f"{now.padded_vocab_size} tokens, before {then.padded_vocab_size}"
         return state, f"the vocabulary is padded to {sizes}"
-    return state, _report(then.num_replicas, now.num_replicas, config)
+    return state, _conversion_line(then.num_replicas, now.num_replicas, config)
 
 
-def _report(before: int, after: int, config: TrainConfig) -> str:
+def _conversion_line(before: int, after: int, config: TrainConfig) -> str:
     made = f"replica j of {after} is the mean of those with number j modulo {after}"
     if after > before:
         made = f"replica j of {after} is a copy of replica j modulo {before}"
@@ -112,7 +112,7 @@ def _conversions(config: TrainConfig, programs: Programs, saved: SavedShape) -> 
         def converted(x: jax.Array) -> jax.Array:
             if not x.ndim:  # scalars are shared by all replicas
                 return x
-            return _resized(_rows(x, saved.num_replicas, mine.num_replicas), shape)
+            return _cut_or_padded(_convert_rows(x, saved.num_replicas, mine.num_replicas), shape)
 
         return jax.jit(converted, out_shardings=sharding)
 
@@ -123,13 +123,13 @@ def _conversions(config: TrainConfig, programs: Programs, saved: SavedShape) -> 
     return jax.tree.map(conversion, programs.state, programs.between_steps)
 
 
-def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _cut_or_padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Cut an array along its tokens, or blocks of them, or pad it with zeros there, to a shape."""
     kept = x[tuple(map(slice, shape))]
     return jnp.pad(kept, [(0, size - had) for size, had in zip(shape, kept.shape, strict=True)])
 
 
-def _rows(x: jax.Array, before: int, after: int) -> jax.Array:
+def _convert_rows(x: jax.Array, before: int, after: int) -> jax.Array:
     """Convert the rows of `before` replicas to rows of `after` replicas."""
     if after == before:
         return x

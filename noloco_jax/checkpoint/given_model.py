@@ -17,7 +17,7 @@ from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions, read
 from noloco_jax.storage import local_folder
 
 _LENGTH_OF_FOLDERS = 2048  # tokens of a sequence at most, as a model may be meant for very long ones
-_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+_MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 
 
 class GivenModel(NamedTuple):
@@ -71,7 +71,7 @@ def opened_model(args: argparse.Namespace) -> Iterator[GivenModel]:
         return
     if args.replica is not None:
         raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")
-    with local_folder(args.model, _SUFFIXES) as folder:
+    with local_folder(args.model, _MODEL_SUFFIXES) as folder:
         yield _of_folder(args, folder)
 
 

@@ -28,7 +28,7 @@ SUFFIXES = {
 # Names of JSON lines where no file has one of those above -> the names beside which these are something else.
 RARE_JSON_LINES = {".json": (".parquet", ".txt", *COMPRESSED), **dict.fromkeys(COMPRESSED, (".parquet",))}
 
-_NONE: Mapping[str, Sequence[str]] = {}
+_NO_RARE: Mapping[str, Sequence[str]] = {}
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 # Files of a run's workdir, the second from before its data are opened, and of the folder of a comparison of runs.
@@ -54,7 +54,9 @@ def compression_of(start: bytes) -> str | None:
     return next((suffix for suffix, first_bytes in _FIRST_BYTES.items() if start.startswith(first_bytes)), None)
 
 
-def find_files(options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NONE) -> list[str]:
+def find_files(
+    options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NO_RARE
+) -> list[str]:
     """Find the files below the folder `options.path` in sorted order, or the one file that it is.
 
     Where none ends with one of `suffixes`, those are read that end with a key of `rare`, if none ends with its values.
@@ -187,7 +189,7 @@ def _split_in_part(name: str) -> str | None:
 
 
 def split_files(
-    options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NONE
+    options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NO_RARE
 ) -> tuple[list[str], str]:
     """Return (sorted files of `options.split`, each once, part of their documents that belongs to it, see `HoldOut`).
 

@@ -138,6 +138,6 @@ def _without_padding_behind(document_CN: np.ndarray) -> np.ndarray:
     return document_CN[:, : tokens[-1] + 1] if len(tokens) else document_CN[:, :0]
 
 
-def stacked(rows: Sequence[HostSequence]) -> HostBatch:
+def as_batch(rows: Sequence[HostSequence]) -> HostBatch:
     """Return sequences as a batch, one below the other: (B, T)."""
     return {key: np.stack([row[key] for row in rows]) for key in rows[0]}

@@ -12,7 +12,7 @@ import numpy as np
 from noloco_jax.data.documents import Loader, ReplicaDocuments, sequences
 from noloco_jax.data.find_files import RARE_JSON_LINES, SUFFIXES, real_path, split_files, tell_once
 from noloco_jax.data.json_lines import JsonLinesSource
-from noloco_jax.data.packing import HostBatch, HostSequence, stacked
+from noloco_jax.data.packing import HostBatch, HostSequence, as_batch
 from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import IGNORED_LABEL, EncodeTexts, Source, SourceOptions
 from noloco_jax.data.stream import Mixture, ReplicaStreams, Stream
@@ -272,11 +272,11 @@ def interleaved_batches(
                 break
             rows.append(found[0])
             if len(rows) == config.batch_size:
-                yield stacked(rows)
+                yield as_batch(rows)
                 rows = []
     if rows:
         ignored = {key: np.full_like(x, IGNORED_LABEL if key == "labels" else 0) for key, x in rows[0].items()}
-        yield stacked(rows + [ignored] * (config.batch_size - len(rows)))
+        yield as_batch(rows + [ignored] * (config.batch_size - len(rows)))
 
 
 def configs_by_source(config: "DataConfig") -> dict[str, "DataConfig"]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from noloco_jax.data.documents import WorkerLostError
 from noloco_jax.data.find_files import VERSIONS
-from noloco_jax.data.packing import HostBatch, HostSequence, stacked
+from noloco_jax.data.packing import HostBatch, HostSequence, as_batch
 from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import GOLDEN_STEP
 from noloco_jax.errors import UserError
@@ -73,7 +73,7 @@ def _batches(
                 row, by_source[name] = next(sources[name])
                 rows.append(row)
                 drawn += 1
-            yield stacked(rows), _state(drawn, by_source)
+            yield as_batch(rows), _state(drawn, by_source)
 
 
 class Stream(Iterator[HostBatch]):

@@ -29,7 +29,7 @@ _PIECES = (
 )
 _FILE = "tokenizer.json"
 _READ_FILES = (_FILE, "tokenizer_config.json", "special_tokens_map.json", "config.json", "chat_template.jinja")
-_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 _ANSWER_SECONDS = 3.0  # timeout of the Hugging Face hub
 
 
@@ -220,7 +220,7 @@ def load_tokenizer(name: str, field: str = "data.tokenizer") -> Tokenizer:
         )
     unreachable = ""
     try:
-        with local_folder(name, _SUFFIXES) as folder:
+        with local_folder(name, _TOKENIZER_SUFFIXES) as folder:
             if folder.is_dir():
                 return _from_file(name, folder) or _from_transformers(name, str(folder), field)
         unreachable = _unreachable_hub()
@@ -244,14 +244,14 @@ def copy_tokenizer(name: str, folder: Path) -> None:
     """Copy a tokenizer's folder, here or at an address, to `folder`, whole or not at all; nothing for other names."""
     if name == "byte":
         return
-    with local_folder(name, _SUFFIXES) as given:
+    with local_folder(name, _TOKENIZER_SUFFIXES) as given:
         if not given.is_dir():
             return
         unfinished = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for file in given.iterdir():
-            if file.is_file() and file.name.endswith(_SUFFIXES):
+            if file.is_file() and file.name.endswith(_TOKENIZER_SUFFIXES):
                 shutil.copyfile(file, unfinished / file.name)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
@@ -264,7 +264,7 @@ def _from_file(name: str, folder: Path) -> FastTokenizer | None:
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_file(str(folder / _FILE))
-    settings, model = _settings(folder), _read(folder / "config.json")
+    settings, model = _settings(folder), _read_json(folder / "config.json")
     bos_id, eos_id = (_special_id(backend, settings, model, which) for which in ("bos", "eos"))
     return FastTokenizer(name, backend, bos_id, eos_id, settings)
 
@@ -279,7 +279,7 @@ def _from_hub(name: str, field: str, *, cached: bool) -> FastTokenizer:
     if (found := _from_file(name, Path(folder))) is not None:
         return found
     # By its name, `transformers` would not find all files in the cache without a network.
-    folder = snapshot_download(name, allow_patterns=[f"*{end}" for end in _SUFFIXES], local_files_only=cached)
+    folder = snapshot_download(name, allow_patterns=[f"*{end}" for end in _TOKENIZER_SUFFIXES], local_files_only=cached)
     return _from_transformers(name, folder, field)
 
 
@@ -311,9 +311,9 @@ def of_transformers(name: str, loaded: Any, field: str = "data.tokenizer") -> Fa
 
 def _settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json and special_tokens_map.json as one, with the precedence of `transformers`."""
-    settings = _read(folder / "tokenizer_config.json")
+    settings = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:  # newer ones have it, and repeat the other file
-        settings |= _read(folder / "special_tokens_map.json")
+        settings |= _read_json(folder / "special_tokens_map.json")
     template = folder / "chat_template.jinja"
     return settings | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
 
@@ -336,7 +336,7 @@ def text_of(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """Return the entries of a JSON file; none if it is not there."""
     if not path.is_file():
         return {}

@@ -207,10 +207,10 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
 
 def _drop_after(path: Path, step: int) -> None:
     """Rewrite a metrics file atomically without the lines of later steps."""
-    write_whole(path, b"".join(line for line, entry in _entries(path) if entry["step"] <= step))
+    write_whole(path, b"".join(line for line, entry in _entries_in(path) if entry["step"] <= step))
 
 
-def _entries(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _entries_in(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Return (line, entry) pairs of a metrics file, without lines that a killed process has left incomplete."""
     entries = []
     for line in path.read_bytes().split(b"\n")[:-1]:
@@ -226,6 +226,6 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the metrics of a run: a dict {"step", "kind", ...} a line, in the order of writing."""
     path = Path(workdir) / METRICS_FILE
     try:
-        return [entry for _, entry in _entries(path)]
+        return [entry for _, entry in _entries_in(path)]
     except FileNotFoundError:
         raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # The class that loads tokenizer.json as it is, by the name that every version of `transformers` knows.
 _OF_FILE = "PreTrainedTokenizerFast"
 # Of a given tokenizer_config.json, beside the special tokens. Other entries make some version rebuild the tokenizer.
-_KEPT = ("chat_template", "model_max_length", "padding_side")
+_KEPT_SETTINGS = ("chat_template", "model_max_length", "padding_side")
 _BOS, _EOS, _PAD = SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")  # 256, 257, 258, as `data.ByteTokenizer` numbers them
 BYTE_SETTINGS = {"bos_token": _BOS, "eos_token": _EOS, "pad_token": _PAD}
 
@@ -39,7 +39,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, add_bos: bool) -> None
     if add_bos and tokenizer.bos_id is not None:
         begin_with_bos(backend, tokenizer.bos_id)
     backend.save(str(folder / "tokenizer.json"))
-    entries = _entries(backend, tokenizer, settings) | {"tokenizer_class": _OF_FILE}
+    entries = _config_entries(backend, tokenizer, settings) | {"tokenizer_class": _OF_FILE}
     (folder / "tokenizer_config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     if loaded_as := _class_of_other_ids(tokenizer, folder):
         warnings.warn(
@@ -50,12 +50,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, add_bos: bool) -> None
         )
 
 
-def _entries(backend: Any, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _config_entries(backend: Any, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json, in names that versions 4 and 5 of `transformers` read.
 
     A special token that tokenizer.json lacks is left out, as `transformers` would give it an id beyond the vocabulary.
     """
-    kept = {name: settings[name] for name in _KEPT if settings.get(name) is not None}
+    kept = {name: settings[name] for name in _KEPT_SETTINGS if settings.get(name) is not None}
     special = {
         name: text_of(token)
         for name, token in settings.items()

@@ -31,7 +31,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.spmd.traffic import Collective, bytes_sent, collectives_of
 
-_EXCHANGES = ("outer_step", "exchange")  # of the devices, or over the hosts
+_EXCHANGE_PROGRAMS = ("outer_step", "exchange")  # of the devices, or over the hosts
 _EVALUATION = ("merge", "spread")
 
 
@@ -96,7 +96,7 @@ def unexpected_collectives(report: Report) -> list[str]:
     lines = []
     for program, found in report.collectives.items():
         for one in found:
-            if program in _EXCHANGES:
+            if program in _EXCHANGE_PROGRAMS:
                 is_allowed = one.operation in method.outer_collectives
             elif program == "inner_step":
                 is_allowed = method.averages_gradients or (one.operation == "ppermute" and "stage" in one.axes)
@@ -104,7 +104,7 @@ def unexpected_collectives(report: Report) -> list[str]:
                 is_allowed = program in _EVALUATION and one.operation == "psum"
             if "replica" in one.axes and not is_allowed:
                 lines.append(f"{program}: {one.operation} of {format_bytes(one.bytes)} crosses {', '.join(one.axes)}")
-    exchange = next((report.collectives[name] for name in _EXCHANGES if name in report.collectives), None)
+    exchange = next((report.collectives[name] for name in _EXCHANGE_PROGRAMS if name in report.collectives), None)
     if exchange is not None and method.num_partners is not None:
         slots = report.config.num_replicas // report.mesh_shape["replica"]
         due = method.num_partners(report.config) * slots * report.parameter_bytes
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices = jax.devices()
     report = inspect_run(config, devices)
     console = make_console()
-    console.print(table(report))
+    console.print(collectives_table(report))
     console.print("of one device in a run of the program, the mean over pairings and routes; sent: to other replicas")
     unexpected = unexpected_collectives(report)
     for line in unexpected:
@@ -140,7 +140,7 @@ def _define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="trace for N forced CPU devices")
 
 
-def _rows(report: Report, program: str) -> Iterator[tuple[str, tuple[str, ...], float, float, float]]:
+def _collective_rows(report: Report, program: str) -> Iterator[tuple[str, tuple[str, ...], float, float, float]]:
     """Yield (operation, axes, times, bytes, bytes sent to other replicas) of each kind of collective of a program."""
     sums: dict[tuple[str, tuple[str, ...]], list[Fraction]] = {}
     for one in report.collectives[program]:
@@ -151,12 +151,12 @@ def _rows(report: Report, program: str) -> Iterator[tuple[str, tuple[str, ...], 
         yield operation, axes, float(times), float(size), float(sent)
 
 
-def table(report: Report) -> str:
+def collectives_table(report: Report) -> str:
     """Return a title and a table in Markdown, with a row for each kind of collective of each program."""
     axes = " x ".join(f"{axis} {size}" for axis, size in report.mesh_shape.items())
     rows = []
     for program in report.collectives:
-        for operation, crossed, times, size, sent in _rows(report, program):
+        for operation, crossed, times, size, sent in _collective_rows(report, program):
             figures = (f"{times:g}", format_bytes(size), format_bytes(sent))
             rows.append((program, operation, ", ".join(crossed), *figures))
         if not report.collectives[program]:

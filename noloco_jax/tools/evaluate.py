@@ -81,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = _given_texts(args, model) if args.data else _validation(args, model)
         name, params = model.load()
     programs = build_programs(config, make_mesh(config, jax.local_devices()[:1]))
-    params = _on_device(programs, params)
+    params = _to_device(programs, params)
     print(name)
     print("perplexity  bits per byte      tokens  text")
     for text in texts:
         with log_if_slow(f"evaluating on {text.name}: --tokens=N ends it after about N of them"):
-            print(_row(programs, params, config, text, args.tokens), flush=True)
+            print(_result_line(programs, params, config, text, args.tokens), flush=True)
     return 0
 
 
@@ -172,7 +172,7 @@ def _kind_of(path: str, data: DataConfig) -> str:
     return data.kind if data.kind in _KINDS and not local.is_file() and (local.is_dir() or not local.suffix) else "text"
 
 
-def _row(programs: Programs, params: Params, config: TrainConfig, text: _Text, tokens: int | None) -> str:
+def _result_line(programs: Programs, params: Params, config: TrainConfig, text: _Text, tokens: int | None) -> str:
     """Evaluate a text, or about as many of its tokens; return its line of the table."""
     encode = encoder_of(config.data, text.counted, config.model.vocab_size)
     batches = batches_of(text.documents, encode, config.data)
@@ -188,6 +188,6 @@ def _row(programs: Programs, params: Params, config: TrainConfig, text: _Text, t
     return f"{format_perplexity(perplexity_of(loss / scored)):>10}  {bits:>13}  {scored:>10,}  {text.name}"
 
 
-def _on_device(programs: Programs, params: Params) -> Params:
+def _to_device(programs: Programs, params: Params) -> Params:
     """Put one model's weights on the device as those of a run of one replica."""
     return jax.tree.map(lambda x, place: jax.device_put(x[None], place.sharding), params, programs.state.params)

@@ -17,7 +17,14 @@ from typing import Any
 
 from noloco_jax.config import from_dict, load_config, make_parser, split_overrides
 from noloco_jax.errors import UserError
-from noloco_jax.formatting import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
+from noloco_jax.formatting import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_seconds,
+    markdown_table,
+)
 from noloco_jax.tools import cost
 from noloco_jax.tools.cost import Setting
 
@@ -44,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{overrides[0]} changes a config file: give it by --config=FILE")
     setting = Setting(**((_settings_of(file, overrides) if file else {}) | flags))
     setting.check()
-    sys.stdout.write(report(setting) + "\n")  # in one piece, so that `| head` does not end the program in the middle
+    # In one piece, so that `| head` does not end the program in the middle.
+    sys.stdout.write(simulation_report(setting) + "\n")
     return 0
 
 
@@ -77,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def report(setting: cost.Setting) -> str:
+def simulation_report(setting: cost.Setting) -> str:
     """Return the answer, then tables of the wire formats, the methods and the numbers of replicas, as Markdown."""
     where = "islands" if setting.islands else "replicas"
     message = format_bytes(4 * setting.params / setting.fragments)
@@ -86,12 +94,12 @@ def report(setting: cost.Setting) -> str:
             f"{format_count(setting.params)} parameters, {setting.replicas} {where}, "
             f"{format_bandwidth(setting.bandwidth)} each way, {format_seconds(setting.latency)} latency, "
             f"{format_seconds(setting.step_time)} of computing a step.",
-            answer(setting),
+            fit_sentence(setting),
             f"NoLoCo {schedule(setting)}, by wire format:",
             _wires(setting),
             f"Methods, DiLoCo and NoLoCo {schedule(setting)}; bytes are those that one replica sends, in "
             f"{setting.steps} steps in all:",
-            _methods(setting),
+            _method_table(setting),
             f"One averaging of {message} in float32, by the number of replicas:",
             _latencies(setting),
             "*tree / pair* is the paper's comparison, in which a pair is a tree of two: log₂ N where all messages take "
@@ -102,7 +110,7 @@ def report(setting: cost.Setting) -> str:
     )
 
 
-def answer(setting: cost.Setting) -> str:
+def fit_sentence(setting: cost.Setting) -> str:
     """Return a sentence on whether the exchange fits between two of them, and the trainer's flags for it."""
     own, fits = cost.cost_of(setting, setting.method), cost.fitting(setting)
     takes = f"an exchange takes {format_seconds(own.seconds_per_sync)}"
@@ -138,20 +146,6 @@ def schedule(setting: cost.Setting) -> str:
     return every + each + (f", delay {setting.delay}" if setting.delay else "")
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table that is also aligned as plain text; all columns but the first are right-aligned."""
-    widths = [max(len(cells[i]) for cells in (header, *rows)) for i in range(len(header))]
-    sides = "<" + ">" * (len(header) - 1)
-    lines = [
-        " | ".join(f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True))
-        for cells in (header, *rows)
-    ]
-    rule = " | ".join(
-        "-" * width if side == "<" else "-" * (width - 1) + ":" for side, width in zip(sides, widths, strict=True)
-    )
-    return "\n".join(f"| {line} |" for line in (lines[0], rule, *lines[1:]))
-
-
 def _wires(setting: cost.Setting) -> str:
     rows = []
     for wire in cost.wires_for(in_pairs=setting.group_size == 2):
@@ -171,9 +165,9 @@ def _wires(setting: cost.Setting) -> str:
     return markdown_table(["wire", "sent each time", "link time", *own, "shortest sync_every that fits"], rows)
 
 
-def _methods(setting: cost.Setting) -> str:
+def _method_table(setting: cost.Setting) -> str:
     rows = []
-    for method, title in cost.METHODS.items():
+    for method, title in cost.METHOD_TITLES.items():
         c = cost.cost_of(setting, method)
         rows.append(
             [

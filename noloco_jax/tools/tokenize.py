@@ -48,7 +48,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Progress:
+class SplitProgress:
     """Contents of the files of a split.
 
     Attributes:
@@ -63,8 +63,8 @@ class Progress:
     tokens: int = 0
     tokens_now: int = 0
 
-    def with_shard(self, shard: "_Shard", position: DataPosition) -> "Progress":
-        return Progress(
+    def with_shard(self, shard: "_Shard", position: DataPosition) -> "SplitProgress":
+        return SplitProgress(
             position,
             self.shards + 1,
             self.documents + shard.documents,
@@ -74,7 +74,7 @@ class Progress:
 
 
 def write_split(
-    source: Source, loader: Loader, folder: Path, shard_tokens: int, report: Callable[[Progress], None]
+    source: Source, loader: Loader, folder: Path, shard_tokens: int, report: Callable[[SplitProgress], None]
 ) -> None:
     """Write all documents of a source in their order, after the files that are there already.
 
@@ -112,13 +112,13 @@ def write_split(
     unfinished.rename(folder)
 
 
-def _found(folder: Path) -> Progress:
+def _found(folder: Path) -> SplitProgress:
     """Return the progress as the last file tells it; files are written in order."""
     files = sorted(folder.glob("*.parquet"))
     if not files:
-        return Progress(start_position(0, 1))
+        return SplitProgress(start_position(0, 1))
     told = json.loads(pq.read_metadata(files[-1]).metadata[_PROGRESS])
-    return Progress(DataPosition.from_json(told.pop("position")), **told)
+    return SplitProgress(DataPosition.from_json(told.pop("position")), **told)
 
 
 class _Shard:
@@ -138,7 +138,7 @@ class _Shard:
         if self._tokens_in_rows >= _GROUP_TOKENS:
             self._write_group()
 
-    def close(self, progress: Progress) -> None:
+    def close(self, progress: SplitProgress) -> None:
         """Complete the file, which tells the progress after it."""
         self._write_group()
         told = {"position": progress.position.to_json()}
@@ -218,7 +218,7 @@ def _tokenize(config: TrainConfig, out: Path, workers: int, shard_tokens: int) -
         for split, source in splits.items():
             started = time.monotonic()
 
-            def report(progress: Progress, split: str = split, started: float = started) -> None:
+            def report(progress: SplitProgress, split: str = split, started: float = started) -> None:
                 seconds = time.monotonic() - started
                 speed = format_tokens_per_second(progress.tokens_now / seconds)
                 print(

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from noloco_jax.tools.bench import measure
-from noloco_jax.tools.bench.command import Row, show
+from noloco_jax.tools.bench.command import BenchRow, show
 from support.benchmarks import small
 
 
@@ -64,14 +64,14 @@ def test_random_batches_have_several_documents_per_sequence_with_document_mask()
     assert 1 <= segments_BT.max() <= 20
 
 
-def shown(*rows: Row) -> str:
+def shown(*rows: BenchRow) -> str:
     file = io.StringIO()
     show(rows, "a.py", Console(file=file, highlight=False, soft_wrap=True))
     return file.getvalue()
 
 
-def row(result: dict, **changes) -> Row:
-    return Row("num_replicas=4", small(), result | changes)
+def row(result: dict, **changes) -> BenchRow:
+    return BenchRow("num_replicas=4", small(), result | changes)
 
 
 def cells(text: str) -> dict[str, str]:
@@ -94,7 +94,7 @@ def test_a_slow_data_pipeline_warns(result):
 
 
 def test_a_failed_variant_is_shown_beside_the_measured_ones(result):
-    failed = Row("num_replicas=64", small(), {"error": "out of memory", "status": 1})
+    failed = BenchRow("num_replicas=64", small(), {"error": "out of memory", "status": 1})
     text = shown(row(result), failed)
     assert "failed: num_replicas=64: out of memory" in text
     assert re.search(r"^\| num_replicas=4 ", text, re.MULTILINE)

@@ -20,7 +20,7 @@ from noloco_jax.config import from_dict, load_config, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_bytes
 from noloco_jax.tools.compare import command as compare
-from noloco_jax.tools.compare.command import LOCK_FILE, LOG_FILE, PLANNED_FILE, Comparison
+from noloco_jax.tools.compare.command import COMPARISON_LOCK, LOG_FILE, PLANNED_FILE, Comparison
 from support import processes, warm
 from support.comparisons import arguments, plan_of
 
@@ -127,7 +127,7 @@ def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, fa
 def test_a_folder_in_use_by_another_comparison_is_refused(config_file, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    with (out / LOCK_FILE).open("a") as file:
+    with (out / COMPARISON_LOCK).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="out is in use by another comparison: wait for its end"):
             compare.main(arguments(config_file, out))

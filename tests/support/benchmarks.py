@@ -35,4 +35,4 @@ def threaded_modules_before_keeping_memory(sender: Connection) -> None:
         os._exit(0)
 
     command.keep_freed_memory = keep
-    command.work(sender)
+    command.start_measurement(sender)

@@ -9,7 +9,7 @@ import pytest
 
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import (
-    check_name,
+    check_checkpoint_path,
     check_writable,
     folder_of_flag,
     full_disk_told,
@@ -138,5 +138,5 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_with_both_sizes(tmp_path, 
 @pytest.mark.parametrize("name", ["lr=[1e-3]/run", "back\\slash", "a]"])
 def test_a_path_from_which_checkpoints_could_not_be_read_is_refused(name):
     with pytest.raises(UserError, match=r"could not be read again .*: give another folder"):
-        check_name(Path(name))
-    check_name(Path("with spaces, é, #, ?, * and {x}"))
+        check_checkpoint_path(Path(name))
+    check_checkpoint_path(Path("with spaces, é, #, ?, * and {x}"))

@@ -55,7 +55,7 @@ FAILED, REFUSED = 1, 2  # exit statuses of a variant that has no figures
 _DATA_MARGIN = 3  # the data pipeline alone should be this many times as fast as the trainer
 
 
-class Row(NamedTuple):
+class BenchRow(NamedTuple):
     """A variant and its result."""
 
     label: str
@@ -67,18 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure every variant; return the exit status."""
     overrides, own = split_overrides(list(sys.argv[1:] if argv is None else argv))
     flags = _parser().parse_args(own)
-    _check(flags)
-    variants = make_variants(flags.config, overrides, flags.vary)
+    _check_flags(flags)
+    variants = bench_variants(flags.config, overrides, flags.vary)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM ends the variant's process too
     console = make_console()
     options = {name: getattr(flags, name) for name in ("steps", "data_seconds", "compile_only", "profile")}
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for number, (label, config) in enumerate(variants, start=1):
         if len(variants) > 1:
             console.print(f"{number}/{len(variants)}  {label}", style="dim")
-        rows.append(Row(label, config, in_own_process(work, to_dict(config), options)))
+        rows.append(BenchRow(label, config, in_own_process(start_measurement, to_dict(config), options)))
         if flags.json is not None:
-            _write(flags.json, flags.config, rows)
+            _write_figures(flags.json, flags.config, rows)
     statuses = {row.result["status"] for row in rows if "error" in row.result}
     if len(rows) == 1 and statuses == {REFUSED}:
         raise UserError(rows[0].result["error"])
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(flags: argparse.Namespace) -> None:
+def _check_flags(flags: argparse.Namespace) -> None:
     if flags.steps < 1:
         raise UserError(f"--steps={flags.steps} is no number of steps: give 1 or more")
     if not 0 <= flags.data_seconds < float("inf"):
@@ -116,7 +116,7 @@ def _check(flags: argparse.Namespace) -> None:
         raise UserError(f"--json={flags.json}: there is no folder {flags.json.parent}, make it first")
 
 
-def make_variants(file: str, overrides: Sequence[str], vary: Sequence[str]) -> list[tuple[str, TrainConfig]]:
+def bench_variants(file: str, overrides: Sequence[str], vary: Sequence[str]) -> list[tuple[str, TrainConfig]]:
     """Return (label, configuration) of every combination of the varied values; without any, the configuration itself.
 
     Args:
@@ -160,7 +160,7 @@ def in_own_process(work: Callable[..., None], *arguments: Any) -> Result:
         process.join()
 
 
-def work(sender: Connection, *arguments: Any) -> None:
+def start_measurement(sender: Connection, *arguments: Any) -> None:
     """Measure a variant in this process; see `measure.work`."""
     keep_freed_memory()
     from noloco_jax.tools.bench import measure  # imports jax
@@ -168,7 +168,7 @@ def work(sender: Connection, *arguments: Any) -> None:
     measure.work(sender, *arguments)
 
 
-def _write(path: Path, file: str, rows: Sequence[Row]) -> None:
+def _write_figures(path: Path, file: str, rows: Sequence[BenchRow]) -> None:
     """Write the figures measured so far."""
     runs = [{"variant": row.label, **row.result, "config": to_dict(row.config)} for row in rows]
     write_whole(path, json.dumps({"config_file": file, "runs": runs}, indent=1) + "\n")
@@ -197,7 +197,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-def show(rows: Sequence[Row], file: str, console: Console) -> None:
+def show(rows: Sequence[BenchRow], file: str, console: Console) -> None:
     """Print a table of the measured variants and notes on it, then the variants that failed.
 
     Args:
@@ -209,7 +209,7 @@ def show(rows: Sequence[Row], file: str, console: Console) -> None:
     if measured:
         first = measured[0].result
         console.print(f"{file}: jax {first['jax']}, {first['device']}", style="bold")
-        console.print(_table(measured))
+        console.print(_figures_table(measured))
         for line in _notes(measured):
             console.print(line)
     for row in rows:
@@ -217,7 +217,7 @@ def show(rows: Sequence[Row], file: str, console: Console) -> None:
             console.print(f"failed: {row.label}: {row.result['error']}", style="bold red")
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _figures_table(rows: Sequence[BenchRow]) -> str:
     """Return the table, without columns that have no figure, and with dashes for figures that do not apply."""
     columns = [(heading, [_cell(row.result, path, write) for row in rows]) for heading, path, write in _COLUMNS]
     columns = [("variant", [row.label for row in rows]), *(column for column in columns if any(column[1]))]
@@ -232,7 +232,7 @@ def _cell(result: Result, path: str, write: Callable[[Any], str]) -> str:
     return "" if value is None else write(value)
 
 
-def _notes(rows: Sequence[Row]) -> Iterator[str]:
+def _notes(rows: Sequence[BenchRow]) -> Iterator[str]:
     for row in rows:
         data = row.result.get("data_tokens_per_second")
         if data is not None and data < _DATA_MARGIN * (trainer := row.result["tokens_per_second"]):

@@ -49,13 +49,21 @@ from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, one
 from noloco_jax.formatting import format_clock, format_perplexity
 from noloco_jax.metrics.console import make_console
 from noloco_jax.metrics.writer import METRICS_FILE
-from noloco_jax.tools.compare.plan import Plan, PlannedRun, check_folder, check_free, make_plan, make_variants
-from noloco_jax.tools.compare.report import Result, draw, make_rows, markdown, remarks, results_of, table
+from noloco_jax.tools.compare.plan import ComparisonPlan, PlannedRun, check_folder, check_free, make_plan, make_variants
+from noloco_jax.tools.compare.report import (
+    RunResult,
+    comparison_table,
+    draw_comparison,
+    make_rows,
+    markdown,
+    remarks,
+    results_of,
+)
 from noloco_jax.tools.sweep import parse_sweep
 
 LOG_FILE = "log.txt"  # what a trainer prints, in its workdir
 PLANNED_FILE = "planned.json"  # the configuration that a run was planned with, whatever becomes of the config file
-LOCK_FILE = "comparison.lock"
+COMPARISON_LOCK = "comparison.lock"
 _FAILED = 1
 _POLL_SECONDS = 0.2
 
@@ -141,7 +149,7 @@ class Comparison:
       console: where to print.
     """
 
-    def __init__(self, *, workdir: Path, plan: Plan, jobs: int, command: str, console: Console):
+    def __init__(self, *, workdir: Path, plan: ComparisonPlan, jobs: int, command: str, console: Console):
         self._workdir, self._plan, self._command, self._console = workdir, plan, command, console
         self._needed = plan.needed({})
         self._num_jobs, self._jobs = jobs, dict[int, Job]()  # those that train, by their slot
@@ -162,7 +170,7 @@ class Comparison:
 
         SIGTERM and Ctrl-C stop the runs in training with everything saved.
         """
-        with one_command_in(self._workdir, LOCK_FILE, f"{self._workdir} is in use by another comparison"):
+        with one_command_in(self._workdir, COMPARISON_LOCK, f"{self._workdir} is in use by another comparison"):
             former = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
             try:
                 self._train(self._needed)
@@ -181,11 +189,11 @@ class Comparison:
             self._console.print("stopped: the same command resumes")
             return INTERRUPTED if self._stopped == signal.SIGINT else RESTART
         rows = make_rows(self._plan, self._results())
-        self._console.print("\n".join(["", table(self._plan, rows), "", *remarks(self._plan, rows)]))
+        self._console.print("\n".join(["", comparison_table(self._plan, rows), "", *remarks(self._plan, rows)]))
         self._console.print(f"written: {self._workdir / 'comparison.md'} and comparison.png")
         return _FAILED if self._has_failed else 0
 
-    def _results(self) -> dict[PlannedRun, Result]:
+    def _results(self) -> dict[PlannedRun, RunResult]:
         return results_of(self._plan.runs, self._workdir)
 
     def _train(self, runs: Sequence[PlannedRun]) -> None:
@@ -264,7 +272,7 @@ class Comparison:
         finished = self._results()
         rows = make_rows(self._plan, finished)
         if rows:
-            draw(rows, self._workdir / "comparison.png")
+            draw_comparison(rows, self._workdir / "comparison.png")
         missing = [run for run in self._needed if run not in finished]
         write_whole(self._workdir / "comparison.md", markdown(self._plan, rows, self._command, missing))
 

@@ -135,7 +135,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """The runs of a comparison.
 
     Of a variant that is tuned, the first seed is trained with every value, the others with the best of them alone.
@@ -207,7 +207,7 @@ def make_plan(
     num_seeds: int,
     vary: Sequence[Sweep] = (),
     tune: Sweep | None = None,
-) -> Plan:
+) -> ComparisonPlan:
     """Return the runs that the variants make of a config file.
 
     Args:
@@ -233,7 +233,7 @@ def make_plan(
     check_given_once([*vary, *([tune] if tune else [])], "--vary and --tune")
     seeds = tuple(range(base.seed, base.seed + num_seeds))
     runs = [
-        _run(file, overrides, variant, seed, tuned)
+        _planned_run(file, overrides, variant, seed, tuned)
         for seed in seeds
         for variant in variants
         for tuned in ([(tune, value) for value in tune.values] if tune is not None and variant.heeds(tune) else [None])
@@ -247,10 +247,10 @@ def make_plan(
                 f"{one.name} and {other.name} would be the same run: what tells them apart has no effect on them, so "
                 "leave one out"
             )
-    return Plan(tuple(variants), tuple(vary), tune, seeds, tuple(runs), _references(of_first_seed))
+    return ComparisonPlan(tuple(variants), tuple(vary), tune, seeds, tuple(runs), _references(of_first_seed))
 
 
-def _run(
+def _planned_run(
     file: str, overrides: Sequence[str], variant: Variant, seed: int, tuned: tuple[Sweep, tuple[str, ...]] | None
 ) -> PlannedRun:
     common: dict[str, object] = {"seed": seed}

@@ -10,17 +10,17 @@ import numpy as np
 from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bytes, format_count, format_spread, markdown_table, or_infinity
 from noloco_jax.metrics.writer import METRICS_FILE, read_metrics
-from noloco_jax.tools.compare.plan import Plan, PlannedRun, Variant
+from noloco_jax.tools.compare.plan import ComparisonPlan, PlannedRun, Variant
 from noloco_jax.train.bytes_sent import num_outer_steps
 
 # Spreads below this part of the peak learning rate are rounding: ddp's, and diloco's right after an outer step.
-_ROUNDING = 1e-4
+_ROUNDING_SPREAD = 1e-4
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = "os^vPX<>p*h"
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """Evaluations of a finished run, and the bytes that it sent.
 
     Attributes:
@@ -38,7 +38,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """A variant over its finished seeds, at its best value of the field that is tuned.
 
     Attributes:
@@ -47,7 +47,7 @@ class Row:
       runs: one a seed.
       tokens: (E,) tokens trained on until each evaluation, by all replicas together.
       curves: (seed, E) perplexities, the mean of the replicas.
-      figures: name -> an entry a seed, NaN where a run has no such figure: those of `Result`; `gap_percent` and
+      figures: name -> an entry a seed, NaN where a run has no such figure: those of `RunResult`; `gap_percent` and
         `gap_merged_percent` above the reference's of the same seed; `bytes_share` of the reference's.
     """
 
@@ -59,7 +59,7 @@ class Row:
     figures: Mapping[str, np.ndarray]
 
 
-def results_of(runs: Iterable[PlannedRun], workdir: Path) -> dict[PlannedRun, Result]:
+def results_of(runs: Iterable[PlannedRun], workdir: Path) -> dict[PlannedRun, RunResult]:
     """Read the results of the runs that are finished: their last step is evaluated in `workdir`/NAME."""
     found = {}
     for run in runs:
@@ -69,13 +69,13 @@ def results_of(runs: Iterable[PlannedRun], workdir: Path) -> dict[PlannedRun, Re
             continue
         spread, sent = evals[-1]["replica_spread"], [line["bytes_sent_total"] for line in lines if "loss" in line]
         figures = {name: or_infinity(evals[-1][name]) for name in ("perplexity", "perplexity_merged")}
-        figures["replica_spread"] = spread if spread and spread > _ROUNDING * run.config.inner.lr else math.nan
+        figures["replica_spread"] = spread if spread and spread > _ROUNDING_SPREAD * run.config.inner.lr else math.nan
         figures["bytes_sent"] = float(sent[-1]) if sent else math.nan
-        found[run] = Result({line["step"]: or_infinity(line["perplexity"]) for line in evals}, figures)
+        found[run] = RunResult({line["step"]: or_infinity(line["perplexity"]) for line in evals}, figures)
     return found
 
 
-def make_rows(plan: Plan, results: Mapping[PlannedRun, Result]) -> list[Row]:
+def make_rows(plan: ComparisonPlan, results: Mapping[PlannedRun, RunResult]) -> list[ComparisonRow]:
     """Return a row for every variant that has finished runs, in the order of the plan."""
     perplexities = {run: result.perplexity for run, result in results.items()}
     rows = []
@@ -91,7 +91,7 @@ def make_rows(plan: Plan, results: Mapping[PlannedRun, Result]) -> list[Row]:
         ]
         curves = [results[run].curve for run in runs]
         rows.append(
-            Row(
+            ComparisonRow(
                 variant,
                 reference,
                 runs,
@@ -156,7 +156,7 @@ mean of their weights; *gap*: above the ddp of the same seed and inner optimizer
 all-reduce counted as a ring; *share*: of that ddp's; *spread*: between the replicas' weights at the last evaluation."""
 
 
-def markdown(plan: Plan, rows: Sequence[Row], command: str, missing: Sequence[PlannedRun]) -> str:
+def markdown(plan: ComparisonPlan, rows: Sequence[ComparisonRow], command: str, missing: Sequence[PlannedRun]) -> str:
     """Return the page of a comparison.
 
     Args:
@@ -165,7 +165,7 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, missing: Sequence[Pl
       command: the command that makes the comparison.
       missing: runs that are known to be needed and are not finished.
     """
-    parts = ["# Comparison", f"    {command}", table(plan, rows), _LEGEND, *remarks(plan, rows)]
+    parts = ["# Comparison", f"    {command}", comparison_table(plan, rows), _LEGEND, *remarks(plan, rows)]
     if missing:
         parts.append(f"Not finished: {', '.join(run.name for run in missing)}.")
     if rows:
@@ -173,7 +173,7 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, missing: Sequence[Pl
     return "\n\n".join(parts) + "\n"
 
 
-def table(plan: Plan, rows: Sequence[Row]) -> str:
+def comparison_table(plan: ComparisonPlan, rows: Sequence[ComparisonRow]) -> str:
     """Return the table in Markdown."""
     tuned = [f"best {plan.tune.title}"] if plan.tune else []
     titles = ["variant", *(choices.title for choices in plan.vary), *tuned, "seeds", "outer steps"]
@@ -190,7 +190,7 @@ def table(plan: Plan, rows: Sequence[Row]) -> str:
     return markdown_table([*titles, *(title for title, _, _ in _COLUMNS)], lines, left=1 + len(plan.vary))
 
 
-def remarks(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+def remarks(plan: ComparisonPlan, rows: Sequence[ComparisonRow]) -> Iterator[str]:
     """Yield the notes on single variants that belong under the table."""
     ends = [f"{row.variant.name} ({row.runs[0].tuned})" for row in rows if plan.is_at_end(row.runs[0].tuned)]
     if plan.tune is not None and ends:
@@ -212,7 +212,7 @@ def _figure(values: np.ndarray, write: Callable[[float], str], with_deviation: b
     return f"{write(mean)} ± {write(std).lstrip('+')}" if with_deviation and std > 0 else write(mean)
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw_comparison(rows: Sequence[ComparisonRow], path: Path) -> None:
     """Draw perplexity against tokens, and the gap to ddp against the bytes that a replica sends.
 
     A line is the mean over seeds, a band or bar goes from the least seed to the greatest. What sends nothing is a

@@ -51,7 +51,7 @@ from noloco_jax.metrics.writer import METRICS_FILE, read_metrics
 from noloco_jax.tools.compare.command import with_plans
 from noloco_jax.tools.compare.plan import PlannedRun, make_plan, make_variants
 from noloco_jax.tools.network.links import Hosts, check_host
-from noloco_jax.tools.network.report import Row, draw, figures_of, step_seconds, table
+from noloco_jax.tools.network.report import NetworkRow, draw_network, figures_of, network_table, step_seconds
 
 UNLIMITED = "unlimited"
 _ALONE_STEPS, _ALONE_LOG = 60, 5  # of the run that measures a step without exchanges
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     slow_rate = None if flags.slow_rate is None else _rate(flags.slow_rate, "--slow_rate")
     latency = parse_seconds(flags.latency, "--latency", zero=True)
     plan = make_plan(flags.config, overrides, make_variants(flags.methods, flags.variant), 1)
-    _check(flags.hosts, plan.runs, flags.islands)
+    _check_runs(flags.hosts, plan.runs, flags.islands)
     for data, replicas, vocabulary in {
         (run.config.data, run.config.num_replicas, run.config.model.vocab_size) for run in plan.runs
     }:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the runs are told to save
     console = make_console()
     with one_command_in(flags.workdir, "lock", f"{flags.workdir} is in use"), full_disk_told(flags.workdir):
-        rows: list[Row] = []
+        rows: list[NetworkRow] = []
         for rate in rates:
             of_hosts = [rate] * (flags.hosts - 1) + [rate if slow_rate is None else slow_rate]
             for run, as_islands in _forms(plan.runs, flags.islands):
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 workdir = _trained(folder, run.config, of_hosts, latency, as_islands)
                 figures = figures_of(workdir, run.config, alone)
                 rate_of_replica = min(of_hosts) if run.config.num_replicas == flags.hosts else math.inf
-                rows.append(Row(name, links, rate_of_replica, figures, flags.perplexity))
-                draw(rows, flags.workdir / "network.png", flags.perplexity)
-                write_whole(flags.workdir / "network.md", table(rows) + "\n")
-        console.print(table(rows))
+                rows.append(NetworkRow(name, links, rate_of_replica, figures, flags.perplexity))
+                draw_network(rows, flags.workdir / "network.png", flags.perplexity)
+                write_whole(flags.workdir / "network.md", network_table(rows) + "\n")
+        console.print(network_table(rows))
         console.print(f"written: {flags.workdir / 'network.md'} and network.png")
     return 0
 
@@ -123,7 +123,7 @@ def _named(rate: float) -> str:
     return UNLIMITED if rate == math.inf else format_bandwidth(rate)
 
 
-def _check(hosts: int, runs: Sequence[PlannedRun], islands: bool) -> None:
+def _check_runs(hosts: int, runs: Sequence[PlannedRun], islands: bool) -> None:
     if not 2 <= hosts <= 250:
         raise UserError(f"--hosts={hosts}: give 2 to 250 hosts")
     for run in runs:
@@ -172,7 +172,7 @@ def _trained(folder: Path, config: TrainConfig, rates: Sequence[float], latency:
     planned = folder / "planned.json"
     write_whole(planned, json.dumps(to_dict(config)))
     with Hosts(rates, latency, folder) as hosts:
-        (train_islands if as_islands else train)(hosts, len(rates), planned, folder)
+        (train_islands if as_islands else train_on_hosts)(hosts, len(rates), planned, folder)
     return workdir
 
 
@@ -192,7 +192,7 @@ def _seconds_alone(config: TrainConfig, hosts: int, workdir: Path) -> float:
     return step_seconds(_trained(workdir / f"alone-{digest}", alone, [math.inf] * hosts, 0.0, False))
 
 
-def train(hosts: Hosts, number: int, config: Path, workdir: Path) -> None:
+def train_on_hosts(hosts: Hosts, number: int, config: Path, workdir: Path) -> None:
     """Train a configuration with a process on each of `number` hosts, in one workdir.
 
     Raises:
@@ -209,7 +209,7 @@ def train_islands(hosts: Hosts, number: int, config: Path, workdir: Path) -> Non
     """Train a configuration as islands, one on each host, with the workdirs WORKDIR/host0, WORKDIR/host1, ...
 
     Raises:
-      UserError: as `train` does.
+      UserError: as `train_on_hosts` does.
     """
     roster, keys = workdir / "roster.toml", workdir / "keys"
     if not roster.exists():

@@ -35,7 +35,7 @@ _TICKS = 200  # bursts a second, at least, by which the kernel's token bucket re
 _QUEUE_SECONDS = 0.2  # how long a packet waits at most before it is dropped
 _WAIT_SECONDS = 30.0
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # of linux/if_tun.h
-_FRAME = 65_536  # bytes
+_FRAME_BYTES = 65_536  # bytes
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str]) -> None:
     while True:
         timeout = max(waiting[0][0] - time.monotonic(), 0.0) if waiting else -1
         for device, _ in poll.poll(timeout):
-            frame = os.read(device, _FRAME)
+            frame = os.read(device, _FRAME_BYTES)
             waiting.append((time.monotonic() + hold, other[device], frame))
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:

@@ -13,7 +13,7 @@ from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bytes, format_count, format_percent, format_seconds, markdown_table
 from noloco_jax.metrics.writer import read_metrics
 
-_NONE = "–"
+_NO_FIGURE = "–"
 _DASHES = ("-", "--", ":", "-.")
 
 
@@ -98,7 +98,7 @@ def _step_seconds(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
     return (last["seconds"] - first["seconds"] - evaluating) / (last["step"] - first["step"])
 
 
-class Row(NamedTuple):
+class NetworkRow(NamedTuple):
     """A run.
 
     Attributes:
@@ -116,7 +116,7 @@ class Row(NamedTuple):
     perplexity: float | None
 
 
-def table(rows: Sequence[Row]) -> str:
+def network_table(rows: Sequence[NetworkRow]) -> str:
     """Return the table in Markdown."""
     header = ["method", "links", "step", "computing", "sent", "exchange", "over bytes/rate", "tokens/s", "perplexity"]
     target = rows[0].perplexity
@@ -125,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: NetworkRow) -> list[str]:
     own = row.figures
     least, seconds = 8 * own.exchange_bytes / row.rate, own.exchange_seconds
     cells = [
@@ -133,19 +133,19 @@ def _cells(row: Row) -> list[str]:
         row.links,
         format_seconds(own.step_seconds),
         format_percent(own.computing),
-        format_bytes(own.exchange_bytes) if own.exchange_bytes else _NONE,
-        format_seconds(seconds) if own.exchange_bytes else _NONE,
-        f"{seconds / least:.2f}" if least > 0 else _NONE,
+        format_bytes(own.exchange_bytes) if own.exchange_bytes else _NO_FIGURE,
+        format_seconds(seconds) if own.exchange_bytes else _NO_FIGURE,
+        f"{seconds / least:.2f}" if least > 0 else _NO_FIGURE,
         format_count(own.tokens_per_step / own.step_seconds),
         f"{own.curve[-1, 1]:.2f}",
     ]
     if row.perplexity is not None:
         reached = own.seconds_to(row.perplexity)
-        cells.append(_NONE if math.isinf(reached) else format_seconds(reached))
+        cells.append(_NO_FIGURE if math.isinf(reached) else format_seconds(reached))
     return cells
 
 
-def draw(rows: Sequence[Row], path: Path, perplexity: float | None) -> None:
+def draw_network(rows: Sequence[NetworkRow], path: Path, perplexity: float | None) -> None:
     """Draw the perplexity against seconds, a panel for the links of each rate."""
     from matplotlib import colormaps  # here: slow to import
     from matplotlib.figure import Figure
