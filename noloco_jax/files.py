@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and the folders that a user names for them."""
+"""Atomic writes, and checks of the folders that a user names."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ def folder_of_flag(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise UserError(f"{text} is in the home folder of nobody here: give its path") from None
+        raise UserError(f"{text}: there is no user of this name here: give the folder's path") from None
 
 
 def check_writable(folder: Path) -> None:
@@ -64,13 +64,13 @@ def without_room(folder: Path, num_bytes: int) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     absolute = folder.absolute()
     return next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
 
 
 def check_checkpoint_path(workdir: Path) -> None:
-    """Raise `UserError` for a path with characters that Orbax takes for a pattern: nothing could read what it saves."""
+    """Raise `UserError` for a path with characters that Orbax takes for a pattern: it could not restore from there."""
     path = str(workdir.absolute())
     if found := [character for character in "[]\\" if character in path]:
         raise UserError(f"checkpoints in {path} could not be read again for its {found[0]!r}: give another folder")

@@ -2,8 +2,8 @@
 
     s3://bucket/folder    gs://bucket/folder    hf://datasets/owner/name/folder    https://host/folder/file.jsonl
 
-fsspec reads them, by ranges. `RemoteFile` repeats what fails for a while where it failed, so decompressors keep their
-state. Nothing of a data file is written to the disk.
+fsspec reads them, by ranges. Transient errors are retried: `RemoteFile` retries the read that failed, so decompressors
+keep their state. Nothing of a data file is written to the disk.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def with_retries(
 
 
 class RemoteFacts(NamedTuple):
-    """A file's size in bytes, and what changes with its content: an ETag, a digest or a generation."""
+    """A file's size in bytes, and its version: an ETag, a digest or a generation."""
 
     size: int
     version: str
@@ -144,7 +144,7 @@ def remote_facts(path: str) -> RemoteFacts:
 
 
 def path_or_file(path: str, *, read_ahead: bool = True) -> "str | RemoteFile":
-    """Return what a library reads a file from: a local path itself, or an open file at an address."""
+    """Return a local path as it is, or an open file at an address, for libraries that read either."""
     return RemoteFile(path, read_ahead=read_ahead) if is_remote(path) else path
 
 
@@ -154,7 +154,7 @@ def open_file(path: str) -> io.BufferedReader:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file at an address, which is opened again where reading fails for a while.
+    """A file at an address. A read that fails with a transient error is retried on a newly opened file.
 
     With `read_ahead` a request asks for `REQUEST_BYTES` bytes more than are wanted, otherwise for no more.
     """
@@ -251,19 +251,19 @@ def _file_system(scheme: str) -> Any:
 
 
 def _retried(act: Callable[[Any], T], path: str) -> T:
-    """Call `act` with the file system of `path`, again after each of `SERVER_DELAYS` while it fails for a while."""
+    """Call `act` with the file system of `path`; retry transient errors after each of `SERVER_DELAYS`."""
 
-    def sorted_out() -> T:
+    def classified() -> T:
         try:
             return act(_file_system(_scheme(path)))
         except Exception as error:  # the file systems' libraries have errors of their own
-            raise _sorted(error, path) from None
+            raise _classify(error, path) from None
 
-    return with_retries(sorted_out, path, delays=SERVER_DELAYS, transient=(errno.EIO,))
+    return with_retries(classified, path, delays=SERVER_DELAYS, transient=(errno.EIO,))
 
 
-def _sorted(error: Exception, path: str) -> Exception:
-    """Return `FileNotFoundError` for what is not there, `UserError` for a refusal, else an `OSError` to try again."""
+def _classify(error: Exception, path: str) -> Exception:
+    """Return `FileNotFoundError` for a missing file, `UserError` for a refusal, else an `OSError`, which is retried."""
     packages, remedy = _SCHEMES[_scheme(path)]
     if _scheme(path) in ("http", "https") and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec takes every failure there for a missing file

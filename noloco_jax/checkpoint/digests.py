@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files, which detect flipped bits in storage or transfer before they are trained on.
+"""Digests of a checkpoint's files, which detect flipped bits in storage or transfer.
 
 Orbax has no such check: its zarr3 codec checksums the index of an array's chunks but not the chunks, and OCDBT its tree
 but not the values in it.

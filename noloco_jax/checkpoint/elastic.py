@@ -140,6 +140,6 @@ def _convert_rows(x: jax.Array, before: int, after: int) -> jax.Array:
 
     def mean(of: jax.Array) -> jax.Array:
         first = of[:1].astype(jnp.float32)
-        return first + jnp.mean(of.astype(jnp.float32) - first, axis=0, keepdims=True)  # the mean of equals is they
+        return first + jnp.mean(of.astype(jnp.float32) - first, axis=0, keepdims=True)  # exact where all are equal
 
     return jnp.concatenate([mean(x[j::after]) for j in range(after)]).astype(x.dtype)

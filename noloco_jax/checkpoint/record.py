@@ -115,7 +115,7 @@ def version_changes(record: Mapping[str, Any]) -> list[str]:
 
 
 def write_start(config: TrainConfig, workdir: Path, *, is_new: bool) -> None:
-    """Write what tools read of a run from elsewhere or later: config.json, and copies of what may move.
+    """Write the files that tools read later: config.json, and copies of the tokenizer and `init_from`'s configs.
 
     Args:
       config: configuration of the run.

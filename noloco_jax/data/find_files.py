@@ -1,4 +1,4 @@
-"""Data files: those in a folder and the folders below it, and their division into training and validation."""
+"""Data files: those in a folder and below it, their division into training and validation, and their state."""
 
 import functools
 import os
@@ -144,7 +144,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def without_repeats(files: Iterable[str]) -> list[str]:
-    """Return the files without those that are one of the others under another name, by a link."""
+    """Return the files, each once where links give it several names."""
     found: dict[str, str] = {}
     for file in files:
         found.setdefault(real_path(file), file)
@@ -222,7 +222,7 @@ def split_files(
 
 
 def _check_compressed_once(files: Sequence[str]) -> None:
-    """Raise `UserError` for a file beside its compressed form: both would be read."""
+    """Raise `UserError` if a file and its compressed form lie in the same folder: both would be read."""
     names = set(files)
     for file in files:
         for suffix in COMPRESSED:
@@ -231,7 +231,7 @@ def _check_compressed_once(files: Sequence[str]) -> None:
 
 
 def _tell_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]) -> None:
-    """Print which files are not trained on by their names: unnamed ones beside "train", all others if none is that."""
+    """Print which files training leaves out: those of other splits, or the unnamed where some are named "train"."""
     if "train" in by_split:
         left, why = by_split.get(None, []), "as others are named train"
     else:

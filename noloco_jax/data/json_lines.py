@@ -99,7 +99,7 @@ def first_lines(path: str, max_bytes: int) -> Iterator[Line]:
 
 
 def _go_to(start: int, opened: IO[bytes], path: str) -> None:
-    """Go to byte `start` of a text. A compressed one is read up to there: no form of it can be entered further on."""
+    """Go to byte `start` of a text. A compressed file is decompressed up to there, as it has no index."""
     if not path.lower().endswith(COMPRESSED):
         opened.seek(start)
         return

@@ -105,7 +105,7 @@ class RowConverter(NamedTuple):
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
 
     def _integers(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
-        """The values of all rows, int32 (N,); of a mask 1 for what is not zero."""
+        """Return a column's values of all rows, int32 (N,); a mask becomes 0 and 1."""
         values = batch.column(name).flatten()
         if name == "attention_mask":
             return (values.to_numpy(zero_copy_only=False) != 0).astype(np.int32)

@@ -1,4 +1,7 @@
-"""The documents of a run, opened once: checks, facts, training streams and validation batches."""
+"""Documents of a run: their sources, training streams and validation batches.
+
+Shapes: B sequences of T tokens.
+"""
 
 import functools
 import itertools
@@ -59,13 +62,13 @@ class RunData:
 
     @functools.cached_property
     def needs_tokenizer(self) -> bool:
-        """True if there are texts to be tokenized, not tokens."""
+        """True if the data are texts, False if they are token ids."""
         if any(one.kind != "parquet" for one in self._configs.values()):
             return True
         return any(source.num_columns == 1 for split in (self.training, self.validation) for source in split.values())
 
     def check(self, num_replicas: int) -> None:
-        """Raise `UserError` for what can be found in a moment to be wrong.
+        """Raise `UserError` for mistakes that show without reading the data through.
 
         Checks the folders, file names, the schema of every Parquet file, the first document or row, and that each of
         `num_replicas` gets a document. Errors deeper inside (a truncated file) show when they are read.
@@ -76,7 +79,7 @@ class RunData:
             source.check_replicas(1)
 
     def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """Return the facts that tell the training data, and their tokens, from others; a position depends on them."""
+        """Return facts that identify the training data and their tokens; a position is valid for equal facts only."""
         config, sources = self.config, self.training
         if list(sources) == ["data"]:
             facts: dict[str, Any] = dict(sources["data"].fingerprint)
@@ -165,7 +168,7 @@ class RunData:
 
 
 def encoder_of(config: "DataConfig", tokenizer: Tokenizer | None, vocab_size: int | None) -> EncodeTexts:
-    """Return what makes tokens of a configuration's texts; `tokenizer` may be None where there are no texts."""
+    """Return the encoder of a configuration's texts; `tokenizer` may be None for data that are token ids."""
     if tokenizer is None:
         return _no_encoder
     return DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos, vocab_size=vocab_size)
@@ -226,7 +229,7 @@ def _options(config: "DataConfig", field: str, split: str, holds_both_splits: bo
 
 
 def _source(config: "DataConfig", options: SourceOptions, vocab_size: int | None, piece: int) -> Source:
-    """Open the documents of `options` as `config.kind`; texts in pieces of so many bytes."""
+    """Open the documents of `options` in the format `config.kind`; long texts are cut into pieces of `piece` bytes."""
     if config.kind == "text":
         return TextSource(options, piece)
     if config.kind == "jsonl":

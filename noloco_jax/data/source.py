@@ -144,7 +144,7 @@ class Source(ABC):
         """Open shard `shard` of `num_shards` of an epoch. An empty `seek_hint` stands for the shard's beginning."""
 
     def load(self, records: Sequence[Any]) -> list[Any]:
-        """Return what each record that `EpochShard.get` gave holds.
+        """Return the content of records from `EpochShard.get`.
 
         With one column that is its text; with two, its input ids and labels, int32 (2, n), `PADDING` behind them if at
         all.

@@ -1,4 +1,4 @@
-"""Batches to train on, whose iterator owns the position in the data.
+"""Training batches: the mixture of sources, prefetching, and the position in the data.
 
 Shapes: B sequences of T tokens.
 """
@@ -123,7 +123,7 @@ class Stream(Iterator[HostBatch]):
         return batch
 
     def _go_to(self, state: dict[str, Any]) -> None:
-        """Drop what was made ahead of time, and continue from a state."""
+        """Drop the prefetched batches and continue from a state."""
         for batch in self._ahead:
             batch.cancel()
         self._ahead.clear()
@@ -132,7 +132,7 @@ class Stream(Iterator[HostBatch]):
 
     @property
     def source(self) -> dict[str, Any]:
-        """Facts that tell its data and their tokens from others."""
+        """Facts that identify its data and their tokens, see `RunData.facts`."""
         return self._identity["source"]
 
     def get_state(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class ReplicaStreams(Iterator[dict[int, HostBatch]]):
 
     @property
     def source(self) -> dict[str, Any]:
-        """Facts that tell their data from others, the same for all."""
+        """Facts that identify the data, the same for all replicas, see `RunData.facts`."""
         return next(iter(self.by_replica.values())).source
 
     def start(self) -> None:

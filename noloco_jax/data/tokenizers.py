@@ -1,4 +1,8 @@
-"""Tokenizers: the bytes of the text, or a Hugging Face one, whose ids are those of its tokenizer.json."""
+"""Tokenizers: the bytes of the text, or a Hugging Face one from a folder, an address or the hub.
+
+The `tokenizers` library reads a tokenizer.json. `transformers` reads folders without one: its AutoTokenizer takes the
+vocabulary alone from a tokenizer.json and rebuilds the rest by `tokenizer_class` or `model_type`, so that ids differ.
+"""
 
 import functools
 import hashlib
@@ -270,7 +274,7 @@ def _from_file(name: str, folder: Path) -> FastTokenizer | None:
 
 
 def _from_hub(name: str, field: str, *, cached: bool) -> FastTokenizer:
-    """Load the tokenizer of a repository, of what was fetched before if `cached`."""
+    """Load the tokenizer of a repository on the hub; `cached`: from files that were fetched before."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -337,7 +341,7 @@ def text_of(token: Any) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the entries of a JSON file; none if it is not there."""
+    """Return the entries of a JSON file; empty for a missing file."""
     if not path.is_file():
         return {}
     try:
@@ -350,7 +354,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _unreachable_hub() -> str:
-    """Return the reason why the Hugging Face hub does not answer, or "". Its own client retries for a minute, aloud."""
+    """Return why the Hugging Face hub does not answer, or "". Its own client would retry for a minute, and log it."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

@@ -146,7 +146,7 @@ class Model(nnx.Module):
         raise NotImplementedError
 
     def run_blocks(self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
-        """Apply the layers that there are, one after another."""
+        """Apply this part's layers in turn to the residual stream (B, T, D)."""
         raise NotImplementedError
 
     def run_blocks_in_training(

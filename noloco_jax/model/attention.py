@@ -243,6 +243,6 @@ class Cache:
         return attention_from(self.length, q_BTHK, keys_BSGK, values_BSGK, window)
 
     def finish_pass(self, filled: "Cache", num_positions: int) -> None:
-        """Take over what a pass of all layers over `num_positions` new ones has written into its copy, `filled`."""
+        """Take over the cache that a pass of all layers over `num_positions` new positions has filled."""
         self.keys_LBSGK, self.values_LBSGK = filled.keys_LBSGK, filled.values_LBSGK
         self.length += num_positions

@@ -144,7 +144,7 @@ def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
 
 
 def max_positions(folder: str | os.PathLike[str]) -> int | None:
-    """Return the tokens of the longest sequence that a folder's model is meant for; None where it does not say."""
+    """Return the `max_position_embeddings` of a folder's model; None if its config.json has none."""
     found = read_json(Path(folder).expanduser() / CONFIG_FILE).get("max_position_embeddings")
     return found if type(found) is int else None
 

@@ -108,7 +108,7 @@ def byte_backend() -> "tokenizers.Tokenizer":
 
 
 def begin_with_bos(backend: "tokenizers.Tokenizer", number: int) -> None:
-    """Let a tokenizer put BOS in front of a text, after its own post-processor, unless that puts it there already.
+    """Make a tokenizer put BOS in front of a text, after its own post-processor, unless that does it already.
 
     Args:
       backend: the tokenizer.
@@ -125,7 +125,7 @@ def begin_with_bos(backend: "tokenizers.Tokenizer", number: int) -> None:
 
 
 def _letters() -> list[str]:
-    """Return the letter that byte-level tokenizers write for each byte: itself where it can be seen, else one above."""
+    """Return the letter that byte-level tokenizers write for each byte: itself if printable, else from U+0100 on."""
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]

@@ -57,13 +57,13 @@ class _CountingTokenizer:
         return arrays
 
     def num_labels(self, data: DataConfig) -> int:
-        """Return the labels of what it has encoded: all tokens but the first, or the first of each document."""
+        """Return the number of labels in the encoded text: all tokens but the first, of all or of each document."""
         special = self.num_documents * (data.add_bos + data.add_eos)
         return self.num_tokens + special - (self.num_documents if data.document_mask else 1)
 
 
 class _Text(NamedTuple):
-    """Documents to evaluate on, what to call them, and what has encoded them; None where they are token ids."""
+    """Documents to evaluate on, their name in the table, and their tokenizer; None if they are token ids."""
 
     name: str
     documents: Source
@@ -124,7 +124,7 @@ def _config(model: GivenModel, args: argparse.Namespace) -> TrainConfig:
 
 
 def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
-    """Open what validates a run, in the pieces of its own sequence length; warn if its data have changed."""
+    """Open a run's validation documents; warn if its data have changed."""
     if args.model is not None:
         raise UserError("what to evaluate on is missing: give --data=PATH")
     if args.kind or args.text_column:

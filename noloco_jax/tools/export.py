@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_push(repository: str) -> None:
-    """Raise `UserError` for a name that is none of the hub's, or without a login there; nothing is written."""
+    """Raise `UserError` for a name that the hub does not allow, or without a login; nothing is written."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -97,7 +97,7 @@ def _hub_errors(repository: str) -> Iterator[None]:
     try:
         yield
     except LocalTokenNotFoundError:
-        raise UserError(f"the hub takes {repository} from nobody without a login: {login}") from None
+        raise UserError(f"the hub asks for a login to write {repository}: {login}") from None
     except OfflineModeIsEnabled:
         raise UserError(f"{repository} cannot be pushed while HF_HUB_OFFLINE is set: unset it") from None
     except Exception as error:  # its HTTP library's own errors mean that the hub did not answer

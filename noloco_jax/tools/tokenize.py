@@ -113,7 +113,7 @@ def write_split(
 
 
 def _found(folder: Path) -> SplitProgress:
-    """Return the progress as the last file tells it; files are written in order."""
+    """Return the progress that the last file's metadata hold; files are written in order."""
     files = sorted(folder.glob("*.parquet"))
     if not files:
         return SplitProgress(start_position(0, 1))
@@ -139,7 +139,7 @@ class _Shard:
             self._write_group()
 
     def close(self, progress: SplitProgress) -> None:
-        """Complete the file, which tells the progress after it."""
+        """Complete the file, with the progress after it in its metadata."""
         self._write_group()
         told = {"position": progress.position.to_json()}
         told |= {name: getattr(progress, name) for name in ("shards", "documents", "tokens")}

@@ -82,7 +82,7 @@ def test_errors_other_than_a_full_disk_are_unchanged(tmp_path):
     [
         ("", "names no folder"),
         *((address, "is an address") for address in ("gs://bucket/run", "s3://b/run", "hf+http://there", "gs:/bucket")),
-        ("~nobody_of_this_name/run", "home folder of nobody"),
+        ("~nobody_of_this_name/run", "there is no user of this name here"),
     ],
 )
 def test_a_flag_that_names_no_folder_is_refused(text, message):

@@ -269,6 +269,6 @@ def trace(run: TimedRun, folder: Path, *, with_outer: bool) -> None:
 
 
 def quartiles(seconds: list[float]) -> dict[str, float]:
-    """Return the median and the quartiles beside it."""
+    """Return the median, the lower and the upper quartile."""
     lower, median, upper = np.percentile(seconds, [25, 50, 75]).tolist()
     return {"median": median, "lower_quartile": lower, "upper_quartile": upper}

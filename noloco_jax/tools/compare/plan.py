@@ -289,7 +289,7 @@ def _references(runs: Sequence[PlannedRun]) -> dict[Variant, Variant]:
 
 
 def check_folder(workdir: Path, runs: Sequence[PlannedRun]) -> None:
-    """Raise `UserError` if what a folder holds is not a part of these runs."""
+    """Raise `UserError` if a folder holds runs of another comparison."""
     if (workdir / CONFIG_FILE).exists():
         raise UserError(f"{workdir} is the workdir of a run: give another --workdir for the comparison")
     planned = {run.name: run for run in runs}
