@@ -41,7 +41,7 @@ def check_writable(folder: Path) -> None:
     existing = _existing(folder)
     if not existing.is_dir():
         raise UserError(f"{folder} cannot be a folder: {existing} is in the way; give another, or move that aside")
-    with full_disk_told(folder, "the same command tries again"):
+    with full_disk_reported(folder, "the same command tries again"):
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".noloco_jax-", dir=existing))
         except OSError as error:
@@ -52,7 +52,7 @@ def check_writable(folder: Path) -> None:
             ) from None
 
 
-def without_room(folder: Path, num_bytes: int) -> str:
+def no_room_message(folder: Path, num_bytes: int) -> str:
     """Return a message where the disk of `folder` has no room for a checkpoint of `num_bytes` in memory, else ""."""
     disk = shutil.disk_usage(_existing(folder))
     if disk.total and disk.free < _COMPRESSED * num_bytes:  # some network file systems tell no size
@@ -83,7 +83,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def full_disk_told(folder: Path, then: str = "the same command resumes from the last checkpoint") -> Iterator[None]:
+def full_disk_reported(folder: Path, then: str = "the same command resumes from the last checkpoint") -> Iterator[None]:
     """Make a `TransientError` of a full disk that its body meets while it writes to `folder`; `then` follows room."""
     try:
         yield

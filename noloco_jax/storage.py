@@ -19,7 +19,7 @@ from time import sleep
 from typing import Any, NamedTuple, TypeVar
 
 from noloco_jax.errors import TransientError, UserError, described, tell
-from noloco_jax.files import full_disk_told
+from noloco_jax.files import full_disk_reported
 
 # What a network file system reports while a server restarts, a mount comes back or a file is replaced.
 TRANSIENT_ERRNOS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT)
@@ -135,7 +135,7 @@ def list_folder(path: str) -> list[str]:
 @functools.cache
 def remote_facts(path: str) -> RemoteFacts:
     """Return the facts of a file at an address, which is asked for once in a process."""
-    with _missing_told(path):
+    with _missing_reported(path):
         info = _retried(lambda system: system.info(path), path)
     if info.get("size") is None:
         raise UserError(f"{path}: the server does not tell the file's size: download the file")
@@ -182,7 +182,7 @@ class RemoteFile(io.RawIOBase):
         size = left if size < 0 else min(size, left)
         if not size:
             return b""
-        with _missing_told(self._path):
+        with _missing_reported(self._path):
             content = _retried(lambda system: self._read(system, size), self._path)
         self._position += size
         return content
@@ -220,7 +220,7 @@ def local_folder(path: str, suffixes: tuple[str, ...]) -> Iterator[Path]:
     files = list_folder(path)
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
         folder = Path(root, path.replace("://", "/").rstrip("/"))
-        with full_disk_told(folder):
+        with full_disk_reported(folder):
             folder.mkdir(parents=True)
             for file in files:
                 if file.endswith(suffixes):
@@ -286,7 +286,7 @@ def _classify(error: Exception, path: str) -> Exception:
 
 
 @contextlib.contextmanager
-def _missing_told(path: str) -> Iterator[None]:
+def _missing_reported(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:

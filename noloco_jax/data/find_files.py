@@ -217,7 +217,7 @@ def split_files(
             f"{os.path.basename(files[0])}; rename them, or name a single file"
         )
     if options.split == "train":
-        _tell_left_out(options, by_split)
+        _log_left_out(options, by_split)
     return without_repeats(training), "all" if "validation" in by_split else options.part
 
 
@@ -230,7 +230,7 @@ def _check_compressed_once(files: Sequence[str]) -> None:
                 raise UserError(f"{file} and {file}{suffix} hold the same documents: move one of them elsewhere")
 
 
-def _tell_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]) -> None:
+def _log_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]) -> None:
     """Print which files training leaves out: those of other splits, or the unnamed where some are named "train"."""
     if "train" in by_split:
         left, why = by_split.get(None, []), "as others are named train"
@@ -239,7 +239,7 @@ def _tell_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]
         why = "as their names say validation or test"
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        tell_once(f"{options.name}: not trained on, {why}: {os.path.basename(left[0])}{more}")
+        log_once(f"{options.name}: not trained on, {why}: {os.path.basename(left[0])}{more}")
 
 
 class DamagedFileError(UserError):
@@ -275,7 +275,7 @@ def leave_out(reason: str) -> None:
             tell(f"warning: {count} so far, taken as empty: {reason}")
 
 
-def tell_once(line: str) -> None:
+def log_once(line: str) -> None:
     """Print a line to stderr, once in a process."""
     if line not in _reported:
         _reported.add(line)

@@ -25,7 +25,7 @@ from noloco_jax.data.find_files import (
     compression_of,
     file_sizes,
     leave_out,
-    tell_once,
+    log_once,
     versions_fact,
 )
 from noloco_jax.data.source import GOLDEN_STEP, Source, SourceOptions, WindowShuffledShard, seeded_permutation
@@ -127,7 +127,7 @@ class LineReader:
             try:
                 content = with_retries(self._read_line, path)
             except _DAMAGE as error:
-                tell_once(
+                log_once(
                     f"warning: {path} cannot be decompressed after line {lines} ({error}): its rest is left out; fetch "
                     "it again before the next run"
                 )

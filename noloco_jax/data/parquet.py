@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from noloco_jax.data.find_files import READ_AT_ONCE, DamagedFileError, HoldOut, tell_once, versions_fact
+from noloco_jax.data.find_files import READ_AT_ONCE, DamagedFileError, HoldOut, log_once, versions_fact
 from noloco_jax.data.parquet_rows import RowConverter, is_binary
 from noloco_jax.data.source import Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
@@ -297,7 +297,7 @@ class ParquetSource(Source):
                     yield rows[k]
                 skip = max(0, skip - int(mask.sum()))
         except DamagedFileError as error:
-            tell_once(f"warning: {error}; the rest of these rows is left out")
+            log_once(f"warning: {error}; the rest of these rows is left out")
             for _ in range(left):
                 yield converter.empty_row
 

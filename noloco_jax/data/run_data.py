@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from noloco_jax.data.documents import Loader, ReplicaDocuments, sequences
-from noloco_jax.data.find_files import RARE_JSON_LINES, SUFFIXES, real_path, split_files, tell_once
+from noloco_jax.data.find_files import RARE_JSON_LINES, SUFFIXES, log_once, real_path, split_files
 from noloco_jax.data.json_lines import JsonLinesSource
 from noloco_jax.data.packing import HostBatch, HostSequence, as_batch
 from noloco_jax.data.positions import DataPosition, start_position
@@ -148,7 +148,7 @@ class RunData:
         """Print a warning if the only validation batch does not fill one sequence."""
         length = self.config.sequence_length
         if scored_BT.any(axis=1).sum() == 1 and scored_BT.sum() < length - 1:  # a row's last token may have no label
-            tell_once(
+            log_once(
                 f"warning: data.sequence_length={length}, but the validation documents hold only "
                 f"{scored_BT.sum()} tokens to predict: lower it, or give more by data.validation_path"
             )

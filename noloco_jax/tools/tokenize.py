@@ -36,7 +36,7 @@ from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.run_data import encoder_of, open_source
 from noloco_jax.data.source import Source
 from noloco_jax.errors import UserError
-from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, one_command_in, write_whole
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_reported, one_command_in, write_whole
 from noloco_jax.formatting import format_clock, format_count, format_tokens_per_second
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("attention_mask", pa.list_(pa.int8()))])
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--shard_tokens={flags.shard_tokens} is below 1: it is how many tokens a file holds")
     check_writable(flags.out)
     try:
-        with full_disk_told(flags.out, "the same command continues after the last shard"):
+        with full_disk_reported(flags.out, "the same command continues after the last shard"):
             _tokenize(config, flags.out, flags.workers, flags.shard_tokens)
     except KeyboardInterrupt:
         print("stopped: the same command continues after the last shard", file=sys.stderr)

@@ -24,7 +24,7 @@ from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
 from noloco_jax.errors import TransientError, log_if_slow
-from noloco_jax.files import check_writable, without_room
+from noloco_jax.files import check_writable, no_room_message
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
@@ -174,7 +174,7 @@ def is_complete(setup: Setup, saved: Saved | None) -> bool:
 
 def check_room(setup: Setup) -> None:
     """Raise `TransientError` where a checkpoint does not fit on the disk; a dry run may be for another machine."""
-    message = setup.processes.broadcast(lambda: without_room(setup.workdir, checkpoint_bytes(setup.programs)))
+    message = setup.processes.broadcast(lambda: no_room_message(setup.workdir, checkpoint_bytes(setup.programs)))
     if message and not setup.flags.dry_run:
         raise TransientError(message)
     if message and jax.process_index() == 0:

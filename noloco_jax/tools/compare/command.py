@@ -45,7 +45,7 @@ from noloco_jax.config import make_parser, split_overrides, to_dict
 from noloco_jax.cores import keep_on, usable_cores
 from noloco_jax.data import RunData
 from noloco_jax.errors import INTERRUPTED, UserError
-from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, one_command_in, write_whole
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_reported, one_command_in, write_whole
 from noloco_jax.formatting import format_clock, format_perplexity
 from noloco_jax.metrics.console import make_console
 from noloco_jax.metrics.writer import METRICS_FILE
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         comparison.list_runs()
         return 0
-    with full_disk_told(flags.workdir):
+    with full_disk_reported(flags.workdir):
         return comparison.run()
 
 

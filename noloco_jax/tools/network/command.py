@@ -43,7 +43,7 @@ from noloco_jax.config import (
 )
 from noloco_jax.data import RunData
 from noloco_jax.errors import UserError
-from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, one_command_in, write_whole
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_reported, one_command_in, write_whole
 from noloco_jax.formatting import format_bandwidth, format_seconds, parse_bandwidth, parse_seconds
 from noloco_jax.islands import members
 from noloco_jax.metrics.console import make_console
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_writable(flags.workdir)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the runs are told to save
     console = make_console()
-    with one_command_in(flags.workdir, "lock", f"{flags.workdir} is in use"), full_disk_told(flags.workdir):
+    with one_command_in(flags.workdir, "lock", f"{flags.workdir} is in use"), full_disk_reported(flags.workdir):
         rows: list[NetworkRow] = []
         for rate in rates:
             of_hosts = [rate] * (flags.hosts - 1) + [rate if slow_rate is None else slow_rate]
