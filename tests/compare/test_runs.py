@@ -63,7 +63,7 @@ def no_pictures(monkeypatch):
     def draw(rows, path):
         assert rows
 
-    monkeypatch.setattr(compare, "draw", draw)
+    monkeypatch.setattr(compare, "draw_comparison", draw)
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def test_request_failures_that_outlast_the_retries_end_with_status_1(tmp_path, s
 
 
 def test_a_retried_request_does_not_read_earlier_blocks_again(tmp_path, start, waits, monkeypatch):
-    monkeypatch.setattr(storage, "BLOCK", 256)
+    monkeypatch.setattr(storage, "REQUEST_BYTES", 256)
     monkeypatch.setattr(storage, "_BUFFER", 256)
     write_json_lines(tmp_path / "a.jsonl", [f"{first} 7" for first in range(0, 7000, 7)])
     server = start("s3")
@@ -299,7 +299,7 @@ def test_a_server_without_range_requests_is_refused(tmp_path, start, monkeypatch
     server = start("http")
     remote = moved_to(config, tmp_path, server.upload(tmp_path))
     monkeypatch.setattr(server, "sends_parts", False)
-    monkeypatch.setattr(storage, "BLOCK", 64)
+    monkeypatch.setattr(storage, "REQUEST_BYTES", 64)
     monkeypatch.setattr(storage, "_BUFFER", 64)
     with pytest.raises(UserError, match="check the address, or download the file"):
         first_ids(remote, 1)
