@@ -268,7 +268,7 @@ def _from_file(name: str, folder: Path) -> FastTokenizer | None:
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_file(str(folder / _FILE))
-    settings, model = _settings(folder), _read_json(folder / "config.json")
+    settings, model = _settings(folder), _json_entries(folder / "config.json")
     bos_id, eos_id = (_special_id(backend, settings, model, which) for which in ("bos", "eos"))
     return FastTokenizer(name, backend, bos_id, eos_id, settings)
 
@@ -315,9 +315,9 @@ def of_transformers(name: str, loaded: Any, field: str = "data.tokenizer") -> Fa
 
 def _settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json and special_tokens_map.json as one, with the precedence of `transformers`."""
-    settings = _read_json(folder / "tokenizer_config.json")
+    settings = _json_entries(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:  # newer ones have it, and repeat the other file
-        settings |= _read_json(folder / "special_tokens_map.json")
+        settings |= _json_entries(folder / "special_tokens_map.json")
     template = folder / "chat_template.jinja"
     return settings | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
 
@@ -340,7 +340,7 @@ def text_of(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _json_entries(path: Path) -> dict[str, Any]:
     """Return the entries of a JSON file; empty for a missing file."""
     if not path.is_file():
         return {}

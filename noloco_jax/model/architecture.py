@@ -62,11 +62,11 @@ def stacked(block: Callable[..., nnx.Module], num_layers: int, rngs: nnx.Rngs) -
     blocks = made(rngs)
     for _, variable in nnx.iter_graph(blocks):
         if isinstance(variable, nnx.Param):
-            variable.set_metadata(axes=("layer", *_axes(variable, variable.ndim - 1)))
+            variable.set_metadata(axes=("layer", *_variable_axes(variable, variable.ndim - 1)))
     return blocks
 
 
-def _axes(variable: Any, ndim: int) -> Axes:
+def _variable_axes(variable: Any, ndim: int) -> Axes:
     return variable.get_metadata().get("axes", (None,) * ndim)
 
 
@@ -331,7 +331,7 @@ def _abstract(architecture: type[Model], config: ModelConfig) -> tuple[Any, Para
     axes = {}
     for path, variable in nnx.to_flat_state(state):
         is_weight = isinstance(variable, nnx.Param) and all(isinstance(key, str) for key in path)
-        axes[path] = _axes(variable, variable.ndim) if is_weight else ()
+        axes[path] = _variable_axes(variable, variable.ndim) if is_weight else ()
         if not is_weight or len(axes[path]) != variable.ndim or not {*axes[path]} <= {*LOGICAL_AXES, None}:
             name = f"{'.'.join(map(str, path))}, a {type(variable).__name__} with the axes {axes[path]}"
             raise _refusal(
