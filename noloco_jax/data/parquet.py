@@ -1,4 +1,4 @@
-"""Rows of Parquet files as documents: tokens, or text to be tokenized."""
+"""Parquet files: their footers, batches of rows, and rows as documents, which are tokens or text to be tokenized."""
 
 import functools
 import itertools

@@ -1,7 +1,7 @@
-"""Causal grouped-query attention, by the fastest way that the backend has, and rotary position embedding.
+"""Causal grouped-query attention by the backend's fastest kernel, rotary position embedding, and the key-value cache.
 
-Axes: B batch, T queries, S keys, H heads, G key-value heads, R = H/G queries a key-value head, K head width, J = K/2
-rotated pairs. Rotation is in Hugging Face's layout: the first half of a head rotates against the second.
+Axes: B batch, T queries, S keys, L layers, H heads, G key-value heads, R = H/G queries a key-value head, K head width,
+J = K/2 rotated pairs. Rotation is in Hugging Face's layout: the first half of a head rotates against the second.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""Tokenizer files of an exported model, from which `transformers.AutoTokenizer` makes the token ids of training."""
+"""Tokenizer files of an exported model, from which `transformers.AutoTokenizer` makes the token ids of training.
+
+The tokenizer of bytes is written in Hugging Face's form.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Log of inner and outer steps: metrics lines, the console's progress, warnings, and the run's totals."""
+"""Log of inner and outer steps: metrics lines, the console's progress, warnings, totals and throughput."""
 
 import collections
 import time

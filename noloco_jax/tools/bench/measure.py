@@ -1,4 +1,7 @@
-"""Measurement of one variant on the devices of its process: compilation, steps, memory, messages and data."""
+"""Measurement of one variant on the devices of its process: compilation, steps, memory, messages and data.
+
+Steps are dispatched as the trainer dispatches them.
+"""
 
 import contextlib
 import itertools

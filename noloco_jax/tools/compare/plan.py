@@ -1,4 +1,4 @@
-"""Runs of a comparison: all of them, those needed so far, and the check that a folder holds this comparison."""
+"""Variants of a comparison and the runs that they make: all of them, and those needed so far."""
 
 import difflib
 import itertools

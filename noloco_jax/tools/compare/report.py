@@ -1,4 +1,4 @@
-"""Table and picture of a comparison."""
+"""Results of a comparison's finished runs, the figures of each variant over its seeds, their table and picture."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

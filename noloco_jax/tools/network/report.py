@@ -1,4 +1,4 @@
-"""Table and picture of runs on slow links."""
+"""Figures of runs on slow links, from their metrics.jsonl; their table and picture."""
 
 import math
 from collections.abc import Sequence
