@@ -1,4 +1,4 @@
-"""CPU cores and memory that this process may use, on Linux and where the kernel does not tell, as on macOS."""
+"""CPU cores and memory that this process may use, on Linux and on other systems."""
 
 import os
 from collections.abc import Collection

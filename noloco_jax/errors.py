@@ -59,7 +59,7 @@ class Mistakes:
 
 
 def described(error: BaseException) -> str:
-    """Return an error's type and message in one line, the type alone where there is no message to print."""
+    """Return an error's type and message in one line; the type alone if the message is empty."""
     try:
         message = " ".join(str(error).split())
     except Exception:  # of the error's own __str__

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and the folders that a user names for them."""
+"""Atomic writes, and checks of the folders that a user names."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ def folder_of_flag(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise UserError(f"{text} is in the home folder of nobody here: give its path") from None
+        raise UserError(f"{text}: there is no user of this name here: give the folder's path") from None
 
 
 def check_writable(folder: Path) -> None:
@@ -41,7 +41,7 @@ def check_writable(folder: Path) -> None:
     existing = _existing(folder)
     if not existing.is_dir():
         raise UserError(f"{folder} cannot be a folder: {existing} is in the way; give another, or move that aside")
-    with full_disk_told(folder, "the same command tries again"):
+    with full_disk_reported(folder, "the same command tries again"):
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".noloco_jax-", dir=existing))
         except OSError as error:
@@ -52,7 +52,7 @@ def check_writable(folder: Path) -> None:
             ) from None
 
 
-def without_room(folder: Path, num_bytes: int) -> str:
+def no_room_message(folder: Path, num_bytes: int) -> str:
     """Return a message where the disk of `folder` has no room for a checkpoint of `num_bytes` in memory, else ""."""
     disk = shutil.disk_usage(_existing(folder))
     if disk.total and disk.free < _COMPRESSED * num_bytes:  # some network file systems tell no size
@@ -64,13 +64,13 @@ def without_room(folder: Path, num_bytes: int) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     absolute = folder.absolute()
     return next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
 
 
-def check_name(workdir: Path) -> None:
-    """Raise `UserError` for a path with characters that Orbax takes for a pattern: nothing could read what it saves."""
+def check_checkpoint_path(workdir: Path) -> None:
+    """Raise `UserError` for a path with characters that Orbax takes for a pattern: it could not restore from there."""
     path = str(workdir.absolute())
     if found := [character for character in "[]\\" if character in path]:
         raise UserError(f"checkpoints in {path} could not be read again for its {found[0]!r}: give another folder")
@@ -83,7 +83,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def full_disk_told(folder: Path, then: str = "the same command resumes from the last checkpoint") -> Iterator[None]:
+def full_disk_reported(folder: Path, then: str = "the same command resumes from the last checkpoint") -> Iterator[None]:
     """Make a `TransientError` of a full disk that its body meets while it writes to `folder`; `then` follows room."""
     try:
         yield

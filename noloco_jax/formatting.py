@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from noloco_jax.errors import UserError
 
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-_SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SECONDS_OF_UNIT = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _BITS = {"bit": 1.0, "b": 1.0, "byte": 8.0, "B": 8.0}
 
 
@@ -21,9 +21,9 @@ def parse_count(text: str, name: str) -> float:
 def parse_seconds(text: str, name: str, zero: bool = False) -> float:
     """A time in seconds: `40ms`, `1.2s`, `2min`, `0.5`. Zero only where `zero` allows it."""
     number, unit = _split(text, name, "a time such as 40ms or 1.2s")
-    if unit not in _SECONDS:
+    if unit not in _SECONDS_OF_UNIT:
         raise UserError(f"{name}={text}: unknown unit {unit!r}, write one of us, ms, s, min, h")
-    return number if zero and number == 0 else _positive(number * _SECONDS[unit], name, text)
+    return number if zero and number == 0 else _positive(number * _SECONDS_OF_UNIT[unit], name, text)
 
 
 def parse_bandwidth(text: str, name: str) -> float:

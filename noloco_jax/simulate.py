@@ -3,4 +3,4 @@
 from noloco_jax.errors import run_command
 
 if __name__ == "__main__":
-    run_command("noloco_jax.tools.simulate.command")
+    run_command("noloco_jax.tools.simulate")

@@ -25,7 +25,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 UNIT = (
     *("cluster/", "config/", "data/", "exchange/", "metrics/", "optim/", "simulate/"),
     *("compare/test_plan", "compare/test_report", "checkpoint/test_digests", "checkpoint/test_record"),
-    *("model/test_attention", "model/test_huggingface", "model/test_kind", "model/test_loss", "spmd/test_gradients"),
+    *(
+        "model/test_attention",
+        "model/test_huggingface",
+        "model/test_architecture",
+        "model/test_loss",
+        "spmd/test_gradients",
+    ),
     *("spmd/test_learning_rates", "spmd/test_mesh", "spmd/test_routing", "tools/test_errors", "tools/test_formatting"),
 )
 # Tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files, which detect flipped bits in storage or transfer before they are trained on.
+"""Digests of a checkpoint's files, which detect flipped bits in storage or transfer.
 
 Orbax has no such check: its zarr3 codec checksums the index of an array's chunks but not the chunks, and OCDBT its tree
 but not the values in it.
@@ -41,7 +41,9 @@ def write_own_digests(step_folder: Path, process: int) -> None:
       process: number of the calling process.
     """
     files = step_folder.glob(f"state*/ocdbt.process_{process}/**/*")
-    _write(step_folder / f"{DIGESTS_FILE}.{process}", _entries_of({_name(step_folder, file): file for file in files}))
+    _write_file(
+        step_folder / f"{DIGESTS_FILE}.{process}", _entries_of({_name(step_folder, file): file for file in files})
+    )
 
 
 def write_digests(step_folder: Path) -> None:
@@ -49,13 +51,13 @@ def write_digests(step_folder: Path) -> None:
     parts = list(step_folder.glob(f"{DIGESTS_FILE}.*"))
     entries: dict[str, Entry] = {}
     for part in parts:
-        entries |= _read(part)
+        entries |= _read_file(part)
     files = {
         _name(step_folder, file): file
         for file in step_folder.rglob("*")
         if file not in parts and file.name not in _NOTES
     }
-    _write(step_folder / DIGESTS_FILE, entries | _entries_of(files, without=entries.keys()))
+    _write_file(step_folder / DIGESTS_FILE, entries | _entries_of(files, without=entries.keys()))
     for part in parts:
         part.unlink()
 
@@ -69,7 +71,7 @@ def read_digests(step_folder: Path) -> dict[str, Entry]:
     path = step_folder / DIGESTS_FILE
     if not path.exists():
         raise MismatchError(f"{DIGESTS_FILE} is missing")
-    return _read(path)
+    return _read_file(path)
 
 
 def share_of(entries: Mapping[str, Entry], index: int, count: int) -> dict[str, Entry]:
@@ -115,12 +117,12 @@ def _entry(file: Path) -> Entry:
     return Entry(size, digest.hexdigest())
 
 
-def _write(path: Path, entries: Mapping[str, Entry]) -> None:
+def _write_file(path: Path, entries: Mapping[str, Entry]) -> None:
     lines = "".join(f"{entry.digest} {entry.size} {name}\n" for name, entry in sorted(entries.items())).encode()
     write_whole(path, xxhash.xxh3_128_hexdigest(lines).encode() + b"\n" + lines)
 
 
-def _read(path: Path) -> dict[str, Entry]:
+def _read_file(path: Path) -> dict[str, Entry]:
     head, _, lines = path.read_bytes().partition(b"\n")
     if xxhash.xxh3_128_hexdigest(lines) != head.decode(errors="replace"):
         raise MismatchError(f"{path.name} does not match the digest in its first line")

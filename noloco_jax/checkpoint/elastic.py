@@ -111,7 +111,7 @@ def _conversions(model: ModelConfig, programs: Programs, saved: SavedShape) -> P
         def converted(x: jax.Array) -> jax.Array:
             if not x.ndim:  # scalars are shared by all replicas
                 return x
-            return _resized(_rows(x, saved.num_replicas, mine.num_replicas), shape)
+            return _cut_or_padded(_convert_rows(x, saved.num_replicas, mine.num_replicas), shape)
 
         return jax.jit(converted, out_shardings=sharding)
 
@@ -122,13 +122,13 @@ def _conversions(model: ModelConfig, programs: Programs, saved: SavedShape) -> P
     return jax.tree.map(conversion, programs.state, programs.between_steps)
 
 
-def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _cut_or_padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Cut an array along its tokens, or blocks of them, or pad it with zeros there, to a shape."""
     kept = x[tuple(map(slice, shape))]
     return jnp.pad(kept, [(0, size - had) for size, had in zip(shape, kept.shape, strict=True)])
 
 
-def _rows(x: jax.Array, before: int, after: int) -> jax.Array:
+def _convert_rows(x: jax.Array, before: int, after: int) -> jax.Array:
     """Convert the rows of `before` replicas to rows of `after` replicas."""
     if after == before:
         return x
@@ -139,6 +139,6 @@ def _rows(x: jax.Array, before: int, after: int) -> jax.Array:
 
     def mean(of: jax.Array) -> jax.Array:
         first = of[:1].astype(jnp.float32)
-        return first + jnp.mean(of.astype(jnp.float32) - first, axis=0, keepdims=True)  # the mean of equals is they
+        return first + jnp.mean(of.astype(jnp.float32) - first, axis=0, keepdims=True)  # exact where all are equal
 
     return jnp.concatenate([mean(x[j::after]) for j in range(after)]).astype(x.dtype)

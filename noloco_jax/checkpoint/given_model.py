@@ -11,13 +11,13 @@ from noloco_jax.config import DataConfig, ModelConfig, from_dict, load_saved
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
+from noloco_jax.model.architecture import Params
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions, read_json
-from noloco_jax.model.kind import Params
-from noloco_jax.storage.addresses import local_folder
+from noloco_jax.storage import local_folder
 
 _LENGTH_OF_FOLDERS = 2048  # tokens of a sequence at most, as a model may be meant for very long ones
-_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+_MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 
 
 class GivenModel(NamedTuple):
@@ -71,7 +71,7 @@ def opened_model(args: argparse.Namespace) -> Iterator[GivenModel]:
         return
     if args.replica is not None:
         raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")
-    with local_folder(args.model, _SUFFIXES) as folder:
+    with local_folder(args.model, _MODEL_SUFFIXES) as folder:
         yield _of_folder(args, folder)
 
 

@@ -20,7 +20,7 @@ def quiet_saves() -> None:
 
 
 def _is_no_write(record: logging.LogRecord) -> bool:
-    """Return False for an error that was raised in Orbax and that nobody awaits."""
+    """Return False for an error raised in Orbax in a task that is never awaited."""
     stack = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
     return not any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in stack)
 

@@ -1,21 +1,53 @@
-"""Records of a run in its checkpoints, the check that a configuration may resume from them."""
+"""Records of a run in its checkpoints: configuration, totals and versions; the check of what may change on a resume."""
 
 import functools
 import importlib.metadata
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from noloco_jax.config import Change, TrainConfig, changes, find_field
-from noloco_jax.data.tokenizer_folder import copy_tokenizer
+from noloco_jax.data.tokenizers import copy_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface_config import GIVEN_FILES
-from noloco_jax.storage.addresses import local_folder
+from noloco_jax.storage import local_folder
 
 TOKENIZER_FOLDER = "tokenizer"
 GIVEN_FOLDER = "init_from"
 _PACKAGES = ("noloco_jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the steps of a run and all its starts, without steps lost by a kill after the last checkpoint.
+
+    Attributes:
+      tokens: tokens trained on by all replicas together.
+      bytes_sent_total: bytes sent by a replica to other replicas, averaged over replicas, see `messages`.
+      seconds: seconds of training, evaluating and saving.
+      seconds_waiting_for_data: seconds of these spent waiting for batches: an upper bound of the cost of data, since
+        devices compute a step meanwhile.
+      seconds_in_outer_steps: seconds of these spent in outer steps.
+      unlogged_outer_steps: the last outer steps taken, which no metrics line has yet.
+    """
+
+    tokens: int = 0
+    bytes_sent_total: int | float = 0
+    seconds: float = 0.0
+    seconds_waiting_for_data: float = 0.0
+    seconds_in_outer_steps: float = 0.0
+    unlogged_outer_steps: int = 0
+
+    @property
+    def figures(self) -> dict[str, int | float]:
+        """Return what metrics lines show: all but the counter that only a resume needs."""
+        return {name: value for name, value in asdict(self).items() if name != "unlogged_outer_steps"}
+
+    def plus(self, **values: int | float) -> "Totals":
+        """Return the totals with the given values added."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in values.items()})
 
 
 @functools.cache  # every checkpoint has them, and a package's version is read from files

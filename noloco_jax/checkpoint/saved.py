@@ -12,13 +12,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from noloco_jax.checkpoint import digests, record
-from noloco_jax.checkpoint.totals import Totals
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange
 from noloco_jax.config import Change, ModelConfig, TrainConfig, from_record
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.formatting import format_bytes, format_seconds
-from noloco_jax.model.kind import param_shapes
+from noloco_jax.model.architecture import param_shapes
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary, vocabulary_axis
 

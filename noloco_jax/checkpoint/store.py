@@ -13,12 +13,12 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as preserva
 
 from noloco_jax.checkpoint import digests, record
 from noloco_jax.checkpoint.quiet import quiet_saves
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.checkpoint.saved import ITEMS, Saved, SavedShape
-from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import TransientError, UserError, described, log_if_slow, tell
-from noloco_jax.files import check_name, is_full_disk
+from noloco_jax.files import check_checkpoint_path, is_full_disk
 from noloco_jax.spmd.programs import TrainState
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Checkpointer:
         read_only: bool = False,
     ):
         quiet_saves()
-        check_name(Path(workdir))
+        check_checkpoint_path(Path(workdir))
         self._folder = Path(workdir).absolute() / "checkpoints"
         self._config, self._processes, self._from_step = config, processes or run_processes(), from_step
         self._opened: dict[int, Saved] = {}

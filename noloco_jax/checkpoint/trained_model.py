@@ -13,9 +13,9 @@ from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import DataConfig, ModelConfig, load_saved
 from noloco_jax.data import ByteTokenizer, RunData, Tokenizer, load_tokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.model.architecture import num_params
 from noloco_jax.model.huggingface import save_folder
 from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions
-from noloco_jax.model.kind import num_params
 
 PyTree = Any
 

@@ -4,8 +4,14 @@ from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import redistribute, renumbered
 from noloco_jax.data.run_data import RunData
 from noloco_jax.data.stream import ReplicaStreams, Stream
-from noloco_jax.data.tokenizer_folder import load_tokenizer
-from noloco_jax.data.tokenizers import ByteTokenizer, FastTokenizer, Tokenizer, check_vocabulary, makes_same_ids
+from noloco_jax.data.tokenizers import (
+    ByteTokenizer,
+    FastTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    makes_same_ids,
+)
 
 __all__ = [
     "ByteTokenizer",

@@ -24,11 +24,14 @@ import numpy as np
 
 from noloco_jax.data.packing import HostSequence, Packer
 from noloco_jax.data.positions import DataPosition, after_document, share
-from noloco_jax.data.reading import WorkerLostError
 from noloco_jax.data.source import EncodeTexts, EpochShard, Source
-from noloco_jax.errors import UserError, tell
+from noloco_jax.errors import TransientError, UserError, tell
 
 Loaded = Callable[[], list[np.ndarray]]  # waits for documents, int32 (C, n) each
+
+
+class WorkerLostError(TransientError):
+    """A worker process was killed or broke down; another may make its chunks."""
 
 
 class ReplicaDocuments(NamedTuple):
@@ -191,16 +194,24 @@ def read_documents(
 
 
 def sequences(
-    documents: ReplicaDocuments, position: DataPosition, sequence_length: int, document_mask: bool, loader: Loader
+    documents: ReplicaDocuments,
+    position: DataPosition,
+    sequence_length: int,
+    document_mask: bool,
+    loader: Loader,
+    last_epoch: float = math.inf,
 ) -> Generator[tuple[HostSequence, DataPosition]]:
-    """Yield the sequences from `position` on without end, each with the position after it.
+    """Yield the sequences from `position` on through `last_epoch`, each with the position after it.
+
+    The last one is filled up with ignored labels; its position is that before its last document.
 
     Raises:
-      UserError: where a file is damaged, and where an epoch of documents holds no token.
+      UserError: where a file is damaged, an epoch of documents holds no token, or all of them hold no label to score.
     """
     source = documents.source
     packer = Packer(source.num_columns, sequence_length, document_mask=document_mask)
-    with closing(read_documents(documents, position, loader)) as read:
+    with closing(read_documents(documents, position, loader, last_epoch)) as read:
+        any_yet = False
         empty_since = None  # the epoch of the first of consecutive documents without a token
         for tokens, before in read:
             packer.add(tokens, before)
@@ -213,6 +224,13 @@ def sequences(
                     f"the documents of replica {documents.replica} of {documents.num_replicas} hold no token: "
                     f"{source.name} has nothing but empty documents or padding"
                 )
+            position = before
             while packer.full:
-                sequence = packer.pop()
+                any_yet, sequence = True, packer.pop()
                 yield sequence, packer.position
+    if (rest := packer.pop_rest()) is not None:
+        yield rest, position
+    elif not any_yet:
+        field = source.options.field
+        others = f"another {field}" if field.startswith("--") else source.options.beside("validation_path")
+        raise UserError(f"the validation documents of {source.name} hold no token to predict: give {others}")

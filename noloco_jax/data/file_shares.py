@@ -57,12 +57,14 @@ def divide_files(lengths: Sequence[FileLength], order: Sequence[int], num_shards
     """
     rank = {file: place for place, file in enumerate(order)}
     dealt = [file for first in range(num_shards) for file in order[first::num_shards]]
-    by_bytes = _cut(lengths, [lengths[file].bytes for file in dealt], dealt, num_shards)
-    shards = by_bytes if all(by_bytes) else _cut(lengths, [lengths[f].documents for f in dealt], dealt, num_shards)
+    by_bytes = _cut_files(lengths, [lengths[file].bytes for file in dealt], dealt, num_shards)
+    shards = (
+        by_bytes if all(by_bytes) else _cut_files(lengths, [lengths[f].documents for f in dealt], dealt, num_shards)
+    )
     return [sorted(parts, key=lambda part: rank[part.file]) for parts in shards]
 
 
-def _cut(
+def _cut_files(
     lengths: Sequence[FileLength], weights: Sequence[int], files: Sequence[int], num_shards: int
 ) -> list[list[FilePart]]:
     """Cut a sequence of files into shards of equal weight."""
@@ -79,7 +81,7 @@ def _cut(
             borders = [_without_sliver(border, start, stop, total) for border in borders]
         turns = [(2 * documents * (border - start) + stop - start) // (2 * (stop - start)) for border in borders]
         ends = lengths[file].is_counted
-        step = 1 if ends else _spread(documents)
+        step = 1 if ends else _spread_step(documents)
         for shard, (begin, end) in enumerate(itertools.pairwise(turns), start=first):
             if begin < end:
                 shards[shard].append(FilePart(file, begin, end, documents, step, ends))
@@ -92,7 +94,7 @@ def _without_sliver(border: int, start: int, stop: int, share: int) -> int:
     return nearest if abs(border - nearest) * _SLIVER < share else border
 
 
-def _spread(turns: int) -> int:
+def _spread_step(turns: int) -> int:
     """Return a step coprime to `turns` that spreads consecutive documents: about `turns` over the golden ratio."""
     step = max(1, round(turns * 0.6180339887498949))
     while math.gcd(step, turns) != 1:

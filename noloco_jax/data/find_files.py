@@ -1,18 +1,20 @@
-"""Data files: those in a folder and the folders below it, and their division into training and validation."""
+"""Data files: those in a folder and below it, their division into training and validation, and their state."""
 
 import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import numpy as np
 
-from noloco_jax.data.line_reader import COMPRESSED
-from noloco_jax.data.reading import tell_once
 from noloco_jax.data.source import SourceOptions
-from noloco_jax.errors import UserError
-from noloco_jax.storage.addresses import is_remote, list_files
+from noloco_jax.errors import UserError, tell
+from noloco_jax.storage import is_remote, list_files, remote_facts, with_retries
 
+_FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+COMPRESSED = tuple(_FIRST_BYTES)
 # The names of each kind's files.
 SUFFIXES = {
     "jsonl": (
@@ -26,7 +28,7 @@ SUFFIXES = {
 # Names of JSON lines where no file has one of those above -> the names beside which these are something else.
 RARE_JSON_LINES = {".json": (".parquet", ".txt", *COMPRESSED), **dict.fromkeys(COMPRESSED, (".parquet",))}
 
-_NONE: Mapping[str, Sequence[str]] = {}
+_NO_RARE: Mapping[str, Sequence[str]] = {}
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 # Files of a run's workdir, the second from before its data are opened, and of the folder of a comparison of runs.
@@ -43,9 +45,18 @@ _SPLIT_PATTERNS = {
     split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(names)})(?:[-._ 0-9]|$)", re.IGNORECASE)
     for split, names in _SPLIT_NAMES.items()
 }
+READ_AT_ONCE = 16  # files: a server answers many at once
+VERSIONS = "file versions"  # of files on a server, where these are facts about data
 
 
-def find_files(options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NONE) -> list[str]:
+def compression_of(start: bytes) -> str | None:
+    """Return the suffix of the compression that a file begins with, or None."""
+    return next((suffix for suffix, first_bytes in _FIRST_BYTES.items() if start.startswith(first_bytes)), None)
+
+
+def find_files(
+    options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NO_RARE
+) -> list[str]:
     """Find the files below the folder `options.path` in sorted order, or the one file that it is.
 
     Where none ends with one of `suffixes`, those are read that end with a key of `rare`, if none ends with its values.
@@ -133,7 +144,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def without_repeats(files: Iterable[str]) -> list[str]:
-    """Return the files without those that are one of the others under another name, by a link."""
+    """Return the files, each once where links give it several names."""
     found: dict[str, str] = {}
     for file in files:
         found.setdefault(real_path(file), file)
@@ -178,7 +189,7 @@ def _split_in_part(name: str) -> str | None:
 
 
 def split_files(
-    options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NONE
+    options: SourceOptions, suffixes: Sequence[str], rare: Mapping[str, Sequence[str]] = _NO_RARE
 ) -> tuple[list[str], str]:
     """Return (sorted files of `options.split`, each once, part of their documents that belongs to it, see `HoldOut`).
 
@@ -206,12 +217,12 @@ def split_files(
             f"{os.path.basename(files[0])}; rename them, or name a single file"
         )
     if options.split == "train":
-        _tell_left_out(options, by_split)
+        _log_left_out(options, by_split)
     return without_repeats(training), "all" if "validation" in by_split else options.part
 
 
 def _check_compressed_once(files: Sequence[str]) -> None:
-    """Raise `UserError` for a file beside its compressed form: both would be read."""
+    """Raise `UserError` if a file and its compressed form lie in the same folder: both would be read."""
     names = set(files)
     for file in files:
         for suffix in COMPRESSED:
@@ -219,8 +230,8 @@ def _check_compressed_once(files: Sequence[str]) -> None:
                 raise UserError(f"{file} and {file}{suffix} hold the same documents: move one of them elsewhere")
 
 
-def _tell_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]) -> None:
-    """Print which files are not trained on by their names: unnamed ones beside "train", all others if none is that."""
+def _log_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]) -> None:
+    """Print which files training leaves out: those of other splits, or the unnamed where some are named "train"."""
     if "train" in by_split:
         left, why = by_split.get(None, []), "as others are named train"
     else:
@@ -228,4 +239,44 @@ def _tell_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]
         why = "as their names say validation or test"
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        tell_once(f"{options.name}: not trained on, {why}: {os.path.basename(left[0])}{more}")
+        log_once(f"{options.name}: not trained on, {why}: {os.path.basename(left[0])}{more}")
+
+
+class DamagedFileError(UserError):
+    """A data file whose bytes arrived and cannot be decoded."""
+
+
+def file_sizes(paths: Sequence[str]) -> list[int]:
+    """Return the bytes of each file. Transient errors are retried; servers are asked for many files at once."""
+    if not any(map(is_remote, paths[:1])):
+        return [with_retries(functools.partial(os.path.getsize, path), path) for path in paths]
+    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+        return [facts.size for facts in pool.map(remote_facts, paths)]
+
+
+def versions_fact(paths: Sequence[str]) -> dict[str, str]:
+    """Return the fact `VERSIONS` of files on a server; nothing for local files, whose times change with a copy."""
+    if not any(map(is_remote, paths[:1])):
+        return {}
+    versions = repr([remote_facts(path).version for path in paths])
+    return {VERSIONS: sha256(versions.encode()).hexdigest()[:16]}
+
+
+_reported: set[str] = set()
+_left_out: set[int] = set()  # documents, by the hashes of the reasons
+
+
+def leave_out(reason: str) -> None:
+    """Report a document that cannot be read to stderr: the 1st, 10th, 100th, ... of a process."""
+    if (key := hash(reason)) not in _left_out:
+        _left_out.add(key)
+        if re.fullmatch("10*", str(len(_left_out))):
+            count = f"{len(_left_out)} unreadable document{'s' * (len(_left_out) > 1)}"
+            tell(f"warning: {count} so far, taken as empty: {reason}")
+
+
+def log_once(line: str) -> None:
+    """Print a line to stderr, once in a process."""
+    if line not in _reported:
+        _reported.add(line)
+        tell(line)

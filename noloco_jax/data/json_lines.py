@@ -1,25 +1,165 @@
-"""Documents in files of JSON lines."""
+"""Documents in files of JSON lines, plain or compressed, which are read as streams."""
 
+import contextlib
 import functools
+import gzip
+import io
 import json
 import reprlib
 import threading
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import IO, Any, NamedTuple
+
+from backports import zstd
 
 from noloco_jax.data.file_shares import FileLength, FilePart, divide_files
-from noloco_jax.data.find_files import HELD_OUT_EVERY, SUFFIXES
-from noloco_jax.data.line_reader import Line, LinePosition, LineReader, first_lines
-from noloco_jax.data.reading import READ_AT_ONCE, DamagedFileError, file_sizes, leave_out, versions_fact
+from noloco_jax.data.find_files import (
+    COMPRESSED,
+    HELD_OUT_EVERY,
+    READ_AT_ONCE,
+    SUFFIXES,
+    DamagedFileError,
+    compression_of,
+    file_sizes,
+    leave_out,
+    log_once,
+    versions_fact,
+)
 from noloco_jax.data.source import GOLDEN_STEP, Source, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
+from noloco_jax.storage import open_file, path_or_file, with_retries
 
+_DAMAGE = (EOFError, OSError, zlib.error, zstd.ZstdError)
+# An open file holds its window: 8 MiB as a rule, up to 2 GiB of `zstd --long=31`, which the Reddit dumps have.
+_MAX_WINDOW_LOG = 31
 _START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 
 # Bytes, as stored, that are read to learn the lengths of files: of all together, and at least of each.
 _MEASURED_BYTES, _MEASURED_BYTES_EACH = 1 << 25, 1 << 17
 _measuring = threading.Lock()  # replicas open their shards at once
+
+
+class Line(NamedTuple):
+    """A line of a file: its number counts from 1."""
+
+    path: str
+    number: int
+    content: bytes
+
+
+class LinePosition(NamedTuple):
+    """Position to continue reading at: the number of a file, and the lines and bytes of its text before."""
+
+    file: int
+    lines: int
+    bytes: int
+
+
+FIRST_LINE = LinePosition(0, 0, 0)
+
+
+def open_decompressed(path: str) -> IO[bytes]:
+    """Open a file, decompressed if its name ends with one of `COMPRESSED`.
+
+    Raises `UserError` for a compressed file of another name.
+    """
+    if path.lower().endswith(COMPRESSED):
+        return _decompressed(path, path_or_file(path))
+    with open_file(path) as opened:
+        start = opened.read(8)
+    if suffix := compression_of(start):
+        raise UserError(f"{path} is compressed: name it {path}{suffix}")
+    return open_file(path)
+
+
+def _decompressed(path: str, given: Any) -> Any:
+    """Return the content of `given`, a path or an open file, decompressed as the name of `path` says."""
+    if path.lower().endswith(".zst"):
+        return zstd.open(given, options={zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG})
+    return gzip.open(given) if path.lower().endswith(".gz") else given
+
+
+def first_lines(path: str, max_bytes: int) -> Iterator[Line]:
+    """Yield the lines, blank ones too, of the first `max_bytes` of a file as it is stored.
+
+    The last line may be incomplete. A file that is damaged ends there.
+    """
+
+    def read() -> bytes:
+        with open_file(path) as opened:
+            return opened.read(max_bytes)
+
+    start = with_retries(read, path)
+    with contextlib.suppress(*_DAMAGE), _decompressed(path, io.BytesIO(start)) as opened:
+        for number, content in enumerate(opened, start=1):
+            yield Line(path, number, content)
+
+
+def _go_to(start: int, opened: IO[bytes], path: str) -> None:
+    """Go to byte `start` of a text. A compressed file is decompressed up to there, as it has no index."""
+    if not path.lower().endswith(COMPRESSED):
+        opened.seek(start)
+        return
+    while start and (block := opened.read(min(start, 1 << 20))):
+        start -= len(block)
+
+
+class LineReader:
+    """Reader of the lines of some files one after another, blank ones left out, from any `position` on.
+
+    Of a file that cannot be decompressed to its end, the lines before the damage are read; a warning names it.
+    """
+
+    def __init__(self, files: Sequence[str], position: LinePosition = FIRST_LINE):
+        self._files, self.position = files, position
+        self._opened: IO[bytes] | None = None
+
+    def next(self) -> Line | None:
+        """Read the next document's line; None after the last one of the last file."""
+        while True:
+            file, lines, start = self.position
+            if file == len(self._files):
+                return None
+            path = self._files[file]
+            try:
+                content = with_retries(self._read_line, path)
+            except _DAMAGE as error:
+                log_once(
+                    f"warning: {path} cannot be decompressed after line {lines} ({error}): its rest is left out; fetch "
+                    "it again before the next run"
+                )
+                content = b""
+            if not content:
+                self.skip_file()
+                continue
+            self.position = LinePosition(file, lines + 1, start + len(content))
+            if not content.isspace():
+                return Line(path, lines + 1, content)
+
+    def skip_file(self) -> None:
+        """Go to the next file."""
+        self.close()
+        self.position = LinePosition(self.position.file + 1, 0, 0)
+
+    def _read_line(self) -> bytes:
+        try:
+            if self._opened is None:
+                path = self._files[self.position.file]
+                self._opened = open_decompressed(path)
+                _go_to(self.position.bytes, self._opened, path)
+            return self._opened.readline()
+        except Exception:
+            self.close()  # another attempt opens the file again
+            raise
+
+    def close(self) -> None:
+        if self._opened is not None:
+            with contextlib.suppress(OSError):
+                self._opened.close()
+            self._opened = None
 
 
 def parse_text(line: Line, options: SourceOptions) -> str | None:

@@ -4,13 +4,13 @@ Shapes: C columns (1: token ids; 2: input ids and their labels), N tokens of a d
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from noloco_jax.data.positions import DataPosition
-from noloco_jax.data.source import PADDING
+from noloco_jax.data.source import IGNORED_LABEL, PADDING
 from noloco_jax.errors import UserError
-from noloco_jax.labels import IGNORED_LABEL
 
 # In host memory: input_ids and labels, int32 (T,) each; with a document mask segment_ids as well, which number the
 # documents of each sequence from 1. Padding is segment 0. A batch has the sequences below each other: (B, T).
@@ -136,3 +136,8 @@ class Packer:
 def _without_padding_behind(document_CN: np.ndarray) -> np.ndarray:
     tokens = np.flatnonzero(document_CN[0] != PADDING)
     return document_CN[:, : tokens[-1] + 1] if len(tokens) else document_CN[:, :0]
+
+
+def as_batch(rows: Sequence[HostSequence]) -> HostBatch:
+    """Return sequences as a batch, one below the other: (B, T)."""
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}

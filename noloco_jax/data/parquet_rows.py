@@ -3,18 +3,16 @@
 Shapes: R rows of a batch that pyarrow reads, N tokens of all of these rows.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
 
-from noloco_jax.data.parquet_file import is_binary
-from noloco_jax.data.reading import leave_out
-from noloco_jax.data.source import PADDING
+from noloco_jax.data.find_files import leave_out
+from noloco_jax.data.source import IGNORED_LABEL, PADDING
 from noloco_jax.errors import UserError
-from noloco_jax.labels import IGNORED_LABEL
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 class RowConverter(NamedTuple):
@@ -22,7 +20,7 @@ class RowConverter(NamedTuple):
 
     Attributes:
       path: the file.
-      columns: the columns of its batches, see `parquet_file.choose_columns`.
+      columns: the columns of its batches, see `parquet.choose_columns`.
       is_text: whether they are one of texts.
       sequence_length: tokens of a sequence; sequences of padding alone are left out at the end of a row.
       vocab_size: the model's; None leaves the ids unchecked.
@@ -44,7 +42,7 @@ class RowConverter(NamedTuple):
         """A row without a token."""
         return "" if self.is_text else np.zeros((2, 0), np.int32)
 
-    def rows(self, batch: "pa.RecordBatch", first_row: int) -> list[Any]:
+    def rows(self, batch: pa.RecordBatch, first_row: int) -> list[Any]:
         """The text of each row, or its input ids and labels, padding behind its tokens: int32 (2, n).
 
         Args:
@@ -63,10 +61,10 @@ class RowConverter(NamedTuple):
         good = iter(self._good_rows(batch.take(kept)))  # type: ignore[arg-type]  # numpy's do too
         return [self.empty_row if row in bad else next(good) for row in range(batch.num_rows)]
 
-    def _good_rows(self, batch: "pa.RecordBatch") -> list[Any]:
+    def _good_rows(self, batch: pa.RecordBatch) -> list[Any]:
         return _texts(batch.column(0)) if self.is_text else self._token_rows(batch)
 
-    def _bad_rows(self, batch: "pa.RecordBatch") -> dict[int, str]:
+    def _bad_rows(self, batch: pa.RecordBatch) -> dict[int, str]:
         """Return the number, in the batch, of each row that cannot be read -> the reason."""
         bad: dict[int, str] = {}
         for name in self.columns:
@@ -82,7 +80,7 @@ class RowConverter(NamedTuple):
             bad = dict.fromkeys(np.flatnonzero(unequal_R).tolist(), f"{name} is not as long as input_ids") | bad
         return bad
 
-    def _token_rows(self, batch: "pa.RecordBatch") -> list[np.ndarray]:
+    def _token_rows(self, batch: pa.RecordBatch) -> list[np.ndarray]:
         lengths_R = _lengths(batch.column("input_ids"))
         ends_R = np.cumsum(lengths_R)
         starts_R = ends_R - lengths_R
@@ -106,10 +104,8 @@ class RowConverter(NamedTuple):
             kept_R = self._lengths_in_use(rows_2N[1] != IGNORED_LABEL, starts_R, lengths_R)
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
 
-    def _integers(self, batch: "pa.RecordBatch", name: str) -> np.ndarray:
-        """The values of all rows, int32 (N,); of a mask 1 for what is not zero."""
-        import pyarrow as pa
-
+    def _integers(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
+        """Return a column's values of all rows, int32 (N,); a mask becomes 0 and 1."""
         values = batch.column(name).flatten()
         if name == "attention_mask":
             return (values.to_numpy(zero_copy_only=False) != 0).astype(np.int32)
@@ -178,8 +174,6 @@ def _with_padding_behind(rows_2N: np.ndarray, padding_N: np.ndarray, lengths_R: 
 
 def _texts(column: Any) -> list[str]:
     """Return the text of each row; bytes that are not UTF-8 become U+FFFD, as in text files."""
-    import pyarrow.types as types
-
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if not is_binary(column.type):
@@ -190,9 +184,12 @@ def _texts(column: Any) -> list[str]:
     return [content.decode("utf-8", "replace") for content in column.to_pylist()]
 
 
+def is_binary(column_type: pa.DataType) -> bool:
+    """Return True for strings of bytes, which writers that do not mark text as such leave."""
+    return types.is_binary(column_type) or types.is_large_binary(column_type) or types.is_binary_view(column_type)
+
+
 def _lengths(column: Any) -> np.ndarray:
     """Length of each row of a list column, 0 of a null: int64 (R,)."""
-    import pyarrow.compute as pc
-
     lengths = pc.call_function("list_value_length", [column])
     return lengths.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)

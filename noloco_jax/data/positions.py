@@ -185,12 +185,12 @@ def _divide(states: Sequence[dict[str, Any]], num_replicas: int) -> list[DataPos
             start, stop = max(first, 0), min(first + len(states), num_replicas)
             if start < stop:
                 begun += its_begun if start == 0 else []
-                shards += _cut(its_shards, start, stop, num_replicas)
+                shards += _cut_shards(its_shards, start, stop, num_replicas)
         divided.append(DataPosition(last_epoch, (*begun, *sorted(shards, key=lambda shard: shard.epoch))))
     return divided
 
 
-def _cut(shards: Sequence[ShardPosition], start: int, stop: int, count: int) -> list[ShardPosition]:
+def _cut_shards(shards: Sequence[ShardPosition], start: int, stop: int, count: int) -> list[ShardPosition]:
     """Return parts `start` to `stop` - 1 of `count` equal ones of each epoch's shards, laid end to end."""
     parts: list[ShardPosition] = []
     # In an order that reading does not change: borders of earlier divisions are met again, and no new parts arise.

@@ -1,27 +1,34 @@
-"""The documents of a run, opened once: checks, facts, training streams and validation batches."""
+"""Documents of a run: their sources, training streams and validation batches.
+
+Shapes: B sequences of T tokens.
+"""
 
 import functools
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from noloco_jax.data.documents import Loader, ReplicaDocuments, sequences
-from noloco_jax.data.mixture import configs_by_source, mixture_of, source_name
-from noloco_jax.data.open_sources import encoder_of, open_source
-from noloco_jax.data.packing import HostBatch, HostSequence
-from noloco_jax.data.positions import DataPosition
-from noloco_jax.data.reading import tell_once
-from noloco_jax.data.source import Source
-from noloco_jax.data.stream import ReplicaStreams, Stream
-from noloco_jax.data.tokenizers import Tokenizer
-from noloco_jax.data.validation import batches_of, interleaved_batches
+from noloco_jax.data.find_files import RARE_JSON_LINES, SUFFIXES, log_once, real_path, split_files
+from noloco_jax.data.json_lines import JsonLinesSource
+from noloco_jax.data.packing import HostBatch, HostSequence, as_batch
+from noloco_jax.data.positions import DataPosition, start_position
+from noloco_jax.data.source import IGNORED_LABEL, EncodeTexts, Source, SourceOptions
+from noloco_jax.data.stream import Mixture, ReplicaStreams, Stream
+from noloco_jax.data.text import TextSource, piece_bytes
+from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
-from noloco_jax.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
+
+_LONG_PIECE = 1 << 20  # of a text that is evaluated, so that BOS and EOS between its pieces hardly count
+_BYTES_PER_TOKEN = 4  # roughly, of text, for any vocabulary of subwords
+_MIXTURE = "data.mixture."
 
 
 class RunData:
@@ -55,13 +62,13 @@ class RunData:
 
     @functools.cached_property
     def needs_tokenizer(self) -> bool:
-        """True if there are texts to be tokenized, not tokens."""
+        """True if the data are texts, False if they are token ids."""
         if any(one.kind != "parquet" for one in self._configs.values()):
             return True
         return any(source.num_columns == 1 for split in (self.training, self.validation) for source in split.values())
 
     def check(self, num_replicas: int) -> None:
-        """Raise `UserError` for what can be found in a moment to be wrong.
+        """Raise `UserError` for mistakes that show without reading the data through.
 
         Checks the folders, file names, the schema of every Parquet file, the first document or row, and that each of
         `num_replicas` gets a document. Errors deeper inside (a truncated file) show when they are read.
@@ -72,7 +79,7 @@ class RunData:
             source.check_replicas(1)
 
     def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """Return the facts that tell the training data, and their tokens, from others; a position depends on them."""
+        """Return facts that identify the training data and their tokens; a position is valid for equal facts only."""
         config, sources = self.config, self.training
         if list(sources) == ["data"]:
             facts: dict[str, Any] = dict(sources["data"].fingerprint)
@@ -141,7 +148,7 @@ class RunData:
         """Print a warning if the only validation batch does not fill one sequence."""
         length = self.config.sequence_length
         if scored_BT.any(axis=1).sum() == 1 and scored_BT.sum() < length - 1:  # a row's last token may have no label
-            tell_once(
+            log_once(
                 f"warning: data.sequence_length={length}, but the validation documents hold only "
                 f"{scored_BT.sum()} tokens to predict: lower it, or give more by data.validation_path"
             )
@@ -158,3 +165,149 @@ class RunData:
             source_name(group): list(itertools.islice(batches_of(source, encode, self.config), num_batches))
             for group, source in self.validation.items()
         }
+
+
+def encoder_of(config: "DataConfig", tokenizer: Tokenizer | None, vocab_size: int | None) -> EncodeTexts:
+    """Return the encoder of a configuration's texts; `tokenizer` may be None for data that are token ids."""
+    if tokenizer is None:
+        return _no_encoder
+    return DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos, vocab_size=vocab_size)
+
+
+def _no_encoder(texts: Any) -> Any:
+    raise AssertionError("there is no tokenizer to encode the documents with")
+
+
+def open_source(
+    config: "DataConfig", *, validation: bool, seed: int, vocab_size: int | None, group: str = "data"
+) -> Source:
+    """Open the training or the validation documents of a configuration of one source.
+
+    Args:
+      config: the source's configuration, see `configs_by_source`.
+      validation: whether to open the validation documents, whose order no seed changes.
+      seed: seed of the shuffles.
+      vocab_size: the model's, which the ids in Parquet files must fit; unchecked if None.
+      group: the group of its fields in error messages.
+
+    Raises:
+      UserError: for data that are missing or of another form.
+    """
+    path, validation_path = config.path, config.validation_path
+    if not path:
+        raise UserError(f'{group}.path is "": name the folder or file with the training data')
+    if validation_path and real_path(path) == real_path(validation_path):
+        raise UserError(
+            f"{group}.validation_path={validation_path!r} is {group}.path: give other data, or leave it empty "
+            f"for a part of {group}.path to be held out"
+        )
+    options = _options(config, f"{group}.path", "train", not validation_path)
+    if not validation:
+        options = options._replace(exclude=validation_path, seed=seed, shuffle_buffer=config.shuffle_buffer)
+    else:
+        options = options._replace(split="validation")
+        if config.kind == "text":  # whose first batches must not come from the first file alone
+            options = options._replace(shuffle_buffer=config.shuffle_buffer)
+        if validation_path:
+            options = options._replace(path=validation_path, field=options.beside("validation_path"), exclude=path)
+    piece = piece_bytes(config.sequence_length, 1 if config.tokenizer == "byte" else _BYTES_PER_TOKEN)
+    return _source(config, options, vocab_size, piece)
+
+
+def open_documents(config: "DataConfig", *, field: str, vocab_size: int | None = None) -> Source:
+    """Open the documents below `config.path`, which `field` names in error messages, in the order of the files.
+
+    Of files that are named after a split, those of validation, or else of test. A long text is cut into pieces of a
+    MiB, whatever the length of sequences.
+    """
+    return _source(config, _options(config, field, "validation", False), vocab_size, _LONG_PIECE)
+
+
+def _options(config: "DataConfig", field: str, split: str, holds_both_splits: bool) -> SourceOptions:
+    """Return the options of documents in the order of the files."""
+    return SourceOptions(config.path, field, split, holds_both_splits, "", 0, 1, config.text_column)
+
+
+def _source(config: "DataConfig", options: SourceOptions, vocab_size: int | None, piece: int) -> Source:
+    """Open the documents of `options` in the format `config.kind`; long texts are cut into pieces of `piece` bytes."""
+    if config.kind == "text":
+        return TextSource(options, piece)
+    if config.kind == "jsonl":
+        return JsonLinesSource(options, *split_files(options, SUFFIXES["jsonl"], RARE_JSON_LINES))
+    if config.kind == "parquet":
+        from noloco_jax.data.parquet import ParquetSource  # pyarrow starts threads
+
+        files = split_files(options, SUFFIXES["parquet"])
+        return ParquetSource(options, *files, config.sequence_length, vocab_size)
+    raise UserError(f'{options.beside("kind")}={config.kind!r}: the kinds are "jsonl", "parquet" and "text"')
+
+
+def batches_of(source: Source, encode: EncodeTexts, config: "DataConfig") -> Iterator[HostBatch]:
+    """Return an iterator over batches of all documents of a source, the last one filled up with ignored labels.
+
+    Args:
+      source: documents that are not divided among replicas.
+      encode: makes tokens of its texts.
+      config: batch size, sequence length and document mask; the rest has no effect.
+
+    Raises:
+      UserError: for documents without a label to score, and where the files are damaged.
+    """
+    return interleaved_batches({"": source}, Mixture({"": 1.0}), encode, config)
+
+
+def interleaved_batches(
+    sources: Mapping[str, Source], mixture: Mixture, encode: EncodeTexts, config: "DataConfig"
+) -> Generator[HostBatch]:
+    """Yield batches of the sources' sequences in the order of `mixture` until one has no more."""
+    loader, start = Loader(sources, encode), start_position(0, 1)
+
+    def in_order(name: str, source: Source) -> Generator[tuple[HostSequence, DataPosition]]:
+        documents = ReplicaDocuments(name, source, 0, 1)
+        return sequences(documents, start, config.sequence_length, config.document_mask, loader, last_epoch=0)
+
+    with ExitStack() as stack:
+        read = {name: stack.enter_context(closing(in_order(name, source))) for name, source in sources.items()}
+        rows: list[HostSequence] = []
+        for place in itertools.count():
+            found = next(read[mixture.source_at(place)], None)
+            if found is None:
+                break
+            rows.append(found[0])
+            if len(rows) == config.batch_size:
+                yield as_batch(rows)
+                rows = []
+    if rows:
+        ignored = {key: np.full_like(x, IGNORED_LABEL if key == "labels" else 0) for key, x in rows[0].items()}
+        yield as_batch(rows + [ignored] * (config.batch_size - len(rows)))
+
+
+def configs_by_source(config: "DataConfig") -> dict[str, "DataConfig"]:
+    """Return each source's configuration as if it were the only one, by the group of its fields: "data.mixture.web".
+
+    The only one itself is "data".
+    """
+    if config.kind != "mixture":
+        return {"data": config}
+    return {
+        f"{_MIXTURE}{name}": replace(
+            config,
+            kind=source.kind,
+            path=source.path,
+            validation_path=source.validation_path,
+            text_column=source.text_column,
+        )
+        for name, source in config.mixture.items()
+    }
+
+
+def mixture_of(config: "DataConfig") -> Mixture:
+    """Return the order of the sources, with the keys of `configs_by_source`."""
+    if config.kind != "mixture":
+        return Mixture({"data": 1.0})
+    return Mixture({f"{_MIXTURE}{name}": source.weight for name, source in config.mixture.items()})
+
+
+def source_name(group: str) -> str:
+    """Return the name in `data.mixture` of the source with the fields of `group`."""
+    return group.removeprefix(_MIXTURE)

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from noloco_jax.errors import UserError
-from noloco_jax.storage.addresses import is_remote
+from noloco_jax.storage import is_remote
 
+IGNORED_LABEL = -100  # out of every loss: the convention of Hugging Face and PyTorch
 PADDING = -1  # in place of an input id: padding, which a packer keeps where it ends a sequence and drops elsewhere
 
 GOLDEN_STEP = 0x9E3779B97F4A7C15  # the odd integer next to 2^64 divided by the golden ratio
@@ -143,7 +144,7 @@ class Source(ABC):
         """Open shard `shard` of `num_shards` of an epoch. An empty `seek_hint` stands for the shard's beginning."""
 
     def load(self, records: Sequence[Any]) -> list[Any]:
-        """Return what each record that `EpochShard.get` gave holds.
+        """Return the content of records from `EpochShard.get`.
 
         With one column that is its text; with two, its input ids and labels, int32 (2, n), `PADDING` behind them if at
         all.

@@ -1,28 +1,52 @@
-"""Batches to train on, whose iterator owns the position in the data.
+"""Training batches: the mixture of sources, prefetching, and the position in the data.
 
 Shapes: B sequences of T tokens.
 """
 
-import atexit
 import functools
-import weakref
+import itertools
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
-from noloco_jax.data.mixture import Mixture
-from noloco_jax.data.packing import HostBatch, HostSequence
+from noloco_jax.data.documents import WorkerLostError
+from noloco_jax.data.find_files import VERSIONS
+from noloco_jax.data.packing import HostBatch, HostSequence, as_batch
 from noloco_jax.data.positions import DataPosition, start_position
-from noloco_jax.data.reading import VERSIONS, WorkerLostError
+from noloco_jax.data.source import GOLDEN_STEP
 from noloco_jax.errors import UserError
 
+PREFETCHING = "prefetch"  # name of the threads that make batches ahead of time
 _PREFETCHED_BATCHES = 4
+_SPAN = 2**64  # of the points by which a mixture's sources are drawn
 
 # A source's name and a position -> its sequences from there on, each with the position after it.
 OpenSequences = Callable[[str, DataPosition], Generator[tuple[HostSequence, DataPosition]]]
+
+
+class Mixture:
+    """A fixed order of sources in which each has its share of the places.
+
+    Place k belongs to the source in whose part of [0, 1) the point k times the golden ratio modulo 1 lies. Each point
+    falls into one of the largest gaps that those before it left (Knuth, The Art of Computer Programming, volume 3,
+    section 6.4), so that any consecutive places, wherever they begin, have every source in its share but for a few.
+    Nothing but k has to be remembered, and the weights may change at any place.
+    """
+
+    def __init__(self, weights: Mapping[str, float]):
+        total = sum(map(Fraction, weights.values()))
+        self.shares = {name: float(Fraction(weight) / total) for name, weight in weights.items()}
+        self._names = tuple(weights)
+        ends = itertools.accumulate(map(Fraction, weights.values()))
+        self._ends = [int(_SPAN * end / total) for end in ends][:-1]
+
+    def source_at(self, place: int) -> str:
+        """Return the name of the source of the sequence at `place`, counted from 0."""
+        return self._names[bisect_right(self._ends, place * GOLDEN_STEP % _SPAN)]
 
 
 def _state(drawn: int, by_source: Mapping[str, DataPosition]) -> dict[str, Any]:
@@ -49,26 +73,14 @@ def _batches(
                 row, by_source[name] = next(sources[name])
                 rows.append(row)
                 drawn += 1
-            batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
-            yield batch, _state(drawn, by_source)
-
-
-_open_streams: "weakref.WeakSet[Stream]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """End threads and Grain's iterators while Grain can still do so; at the interpreter's end it cannot."""
-    for stream in list(_open_streams):
-        stream.close()
-        del stream._batches
+            yield as_batch(rows), _state(drawn, by_source)
 
 
 class Stream(Iterator[HostBatch]):
     """A replica's endless batches, each {"input_ids", "labels"}, and "segment_ids" with a document mask: int32 (B, T).
 
-    A thread of Grain's makes them ahead of time. The state is the position after the batches delivered, whatever has
-    been prefetched. It is small and can be written as JSON. A stream of the same configuration that is set to it yields
+    A thread makes them ahead of time. The state is the position after the batches delivered, whatever has been
+    prefetched. It is small and can be written as JSON. A stream of the same configuration that is set to it yields
     bitwise the batches that this one would. After an error the next call meets the same one, or yields its batch if the
     cause is gone.
 
@@ -80,18 +92,18 @@ class Stream(Iterator[HostBatch]):
     """
 
     def __init__(self, open_sequences: OpenSequences, mixture: Mixture, batch_size: int, identity: dict[str, Any]):
-        from noloco_jax.data.prefetch import prefetched  # Grain takes a second to import
-
         replica, num_replicas = identity["replica"], identity["num_replicas"]
         self._identity = identity
-        make = functools.partial(_batches, open_sequences, mixture, replica, batch_size)
-        start = _state(0, dict.fromkeys(mixture.shares, start_position(replica, num_replicas)))
-        self._batches = prefetched(make, start, _PREFETCHED_BATCHES)
-        _open_streams.add(self)
+        self._batches_from = functools.partial(_batches, open_sequences, mixture, replica, batch_size)
+        self._state = _state(0, dict.fromkeys(mixture.shares, start_position(replica, num_replicas)))
+        self._batches = self._batches_from(self._state)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=PREFETCHING)
+        self._ahead: deque[Future[tuple[HostBatch, dict[str, Any]]]] = deque()
 
     def start(self) -> None:
         """Begin to make batches ahead of time; without it, the first one that is asked for does."""
-        self._batches.start_prefetch()
+        while len(self._ahead) < _PREFETCHED_BATCHES:
+            self._ahead.append(self._thread.submit(next, self._batches))
 
     def __next__(self) -> HostBatch:
         try:
@@ -102,18 +114,29 @@ class Stream(Iterator[HostBatch]):
     def _next(self) -> HostBatch:
         self.start()
         try:
-            return next(self._batches)
+            batch, self._state = self._ahead[0].result()
         except Exception:
-            self._batches.set_state(self._batches.get_state())  # the next call begins anew after the last batch
+            self._go_to(self._state)  # the next call begins anew after the last batch
             raise
+        self._ahead.popleft()
+        self.start()
+        return batch
+
+    def _go_to(self, state: dict[str, Any]) -> None:
+        """Drop the prefetched batches and continue from a state."""
+        for batch in self._ahead:
+            batch.cancel()
+        self._ahead.clear()
+        self._thread.submit(self._batches.close).result()  # after the batch that is being made
+        self._state, self._batches = state, self._batches_from(state)
 
     @property
     def source(self) -> dict[str, Any]:
-        """Facts that tell its data and their tokens from others."""
+        """Facts that identify its data and their tokens, see `RunData.facts`."""
         return self._identity["source"]
 
     def get_state(self) -> dict[str, Any]:
-        return self._identity | self._batches.get_state()
+        return self._identity | self._state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a `get_state` of the same replica, or from a `redistribute`d one.
@@ -132,10 +155,11 @@ class Stream(Iterator[HostBatch]):
                 "give each replica its own"
             )
         _check_same_data(state["source"], self._identity["source"])
-        self._batches.set_state({name: state[name] for name in ("drawn", "positions")})
+        self._go_to({name: state[name] for name in ("drawn", "positions")})
 
     def close(self) -> None:
         """End the thread. The stream yields nothing afterwards."""
+        self._thread.shutdown(cancel_futures=True)
         self._batches.close()
 
 
@@ -164,7 +188,7 @@ class ReplicaStreams(Iterator[dict[int, HostBatch]]):
 
     @property
     def source(self) -> dict[str, Any]:
-        """Facts that tell their data from others, the same for all."""
+        """Facts that identify the data, the same for all replicas, see `RunData.facts`."""
         return next(iter(self.by_replica.values())).source
 
     def start(self) -> None:

@@ -6,13 +6,19 @@ from typing import BinaryIO
 
 import numpy as np
 
-from noloco_jax.data.find_files import HELD_OUT_EVERY, SUFFIXES, HoldOut, find_files, without_repeats
-from noloco_jax.data.line_reader import compression_of
-from noloco_jax.data.reading import file_sizes, versions_fact
+from noloco_jax.data.find_files import (
+    HELD_OUT_EVERY,
+    SUFFIXES,
+    HoldOut,
+    compression_of,
+    file_sizes,
+    find_files,
+    versions_fact,
+    without_repeats,
+)
 from noloco_jax.data.source import EpochShard, Source, SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
-from noloco_jax.storage.addresses import open_file
-from noloco_jax.storage.retries import with_retries
+from noloco_jax.storage import open_file, with_retries
 
 _MIN_PIECE_BYTES = 256
 _MAX_LINE_BYTES = 4096  # a piece ends within a longer line

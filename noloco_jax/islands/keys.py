@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from noloco_jax.errors import UserError
-from noloco_jax.files import full_disk_told
+from noloco_jax.files import full_disk_reported
 from noloco_jax.islands.certificates import (
     fault_of,
     make_authority,
@@ -105,7 +105,7 @@ def signing_alone(folder: Path) -> Iterator[None]:
     Where the file system has no locks, or the folder is not there yet, nothing is held.
     Raises `TransientError` where the disk is full.
     """
-    with contextlib.ExitStack() as stack, full_disk_told(folder, "and give the same command again"):
+    with contextlib.ExitStack() as stack, full_disk_reported(folder, "and give the same command again"):
         with contextlib.suppress(OSError):
             fcntl.flock(stack.enter_context((folder / _LOCK).open("wb")), fcntl.LOCK_EX)
         yield

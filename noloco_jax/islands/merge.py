@@ -35,8 +35,8 @@ from noloco_jax.islands.peers import FINISHED
 from noloco_jax.islands.transport import Dialler
 from noloco_jax.metrics.console import by_source
 from noloco_jax.metrics.evaluate import evaluate_alone, read_validation
+from noloco_jax.model.architecture import param_shapes
 from noloco_jax.model.huggingface import check_has_format, check_new_folder
-from noloco_jax.model.kind import param_shapes
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
 

@@ -19,12 +19,12 @@ from noloco_jax.optim.exchange.wire import Wire, encode
 from noloco_jax.optim.methods import METHODS
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import Arrived, OuterState, Outgoing
+from noloco_jax.spmd.batches import spans_processes
 from noloco_jax.spmd.compile_once import Lowered, compile_all
 from noloco_jax.spmd.offload import from_host_memory
 from noloco_jax.spmd.outer_programs import NUMBER, build_outer, outer_axes
 from noloco_jax.spmd.programs import Programs, shardings_of
 from noloco_jax.spmd.sharding import SLOT
-from noloco_jax.spmd.shared_batch import spans_processes
 
 PyTree = Any
 

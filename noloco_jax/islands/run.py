@@ -19,7 +19,7 @@ from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.start import distributed_runtime
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import TransientError, UserError, tell
-from noloco_jax.files import full_disk_told
+from noloco_jax.files import full_disk_reported
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.final_merge import FinalMerge
@@ -76,7 +76,7 @@ def train_island(config: TrainConfig, rank: ProcessRank | None, flags: argparse.
     use_gpu_memory()
     with (
         distributed_runtime(rank, to_dict(config), flags.start_timeout) as num_processes,
-        full_disk_told(flags.workdir),
+        full_disk_reported(flags.workdir),
     ):
         use_cpu_cores(member.own(config).mesh, 1, num_processes=num_processes)
         return train(

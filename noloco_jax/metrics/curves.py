@@ -19,7 +19,7 @@ CURVES_FILE = "curves.png"
 _RAW, _MAIN, _MERGED, _SPREAD = "#b9c6d8", "#1f5fa8", "#d1495b", "#2a7f62"
 _MOST = 1e9  # largest perplexity drawn; that of a diverged replica would flatten all others
 _SOURCES = ("#8a5fb0", "#c98a1b", "#3a9ca6", "#7a7a3d", "#b05f86")  # in turns
-_LEGEND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.85}
+_LEGEND_STYLE: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.85}
 
 
 def plot_curves(workdir: str | os.PathLike[str]) -> Path:
@@ -58,7 +58,7 @@ def draw_on(figure: "Figure", train: list[dict[str, Any]], evals: list[dict[str,
         _draw_spread(panels[2], evals)
     for axes in panels:
         if len(axes.lines) > 1:
-            axes.legend(**_LEGEND)
+            axes.legend(**_LEGEND_STYLE)
     panels[-1].set_xlabel("inner step")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from noloco_jax.data import HostBatch, RunData, Tokenizer
-from noloco_jax.labels import IGNORED_LABEL
+from noloco_jax.data.source import IGNORED_LABEL
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.programs import Programs
 

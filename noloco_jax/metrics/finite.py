@@ -13,10 +13,10 @@ def is_finite(state: Any) -> bool:
     Asked before a state is saved and after it is restored: nothing follows from values that are not finite.
     """
     leaves = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact))
-    return all(_is_finite(shard.data) for x in leaves for shard in x.addressable_shards if shard.replica_id == 0)
+    return all(_is_shard_finite(shard.data) for x in leaves for shard in x.addressable_shards if shard.replica_id == 0)
 
 
-def _is_finite(x: jax.Array) -> bool:
+def _is_shard_finite(x: jax.Array) -> bool:
     device = next(iter(x.devices()))
     if device.platform == "cpu":
         return bool(np.isfinite(np.asarray(x)).all())  # without a program to compile

@@ -91,7 +91,7 @@ def program_memory(programs: Programs) -> dict[str, dict[str, int]]:
         "spread": (inner, outer),
     }
     return {
-        name: _analysis(programs.compiled[name]) | {"beside": _on_device(state)}
+        name: _analysis(programs.compiled[name]) | {"beside": _bytes_on_device(state)}
         for name, state in beside.items()
         if name in programs.compiled
     }
@@ -108,7 +108,7 @@ def _analysis(program: Any) -> dict[str, int]:
     return parts | {"total": sum(parts.values()) - 2 * parts["aliased"]}
 
 
-def _on_device(tree: PyTree) -> int:
+def _bytes_on_device(tree: PyTree) -> int:
     """Return the bytes that a tree of shapes with shardings occupies in one device's own memory."""
     total = 0
     for x in jax.tree.leaves(tree):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.kind import kind_of
+from noloco_jax.model.architecture import architecture_of
 
 
 class Peak(NamedTuple):
@@ -73,7 +73,7 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     The backward pass takes twice the forward one (`Model.forward_flops`). Recomputation (remat) and Muon's iterations
     are not counted.
     """
-    return 3.0 * kind_of(model).forward_flops(model, sequence_length)
+    return 3.0 * architecture_of(model).forward_flops(model, sequence_length)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:

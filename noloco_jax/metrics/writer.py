@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -94,13 +95,11 @@ class MetricWriter:
             )
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
-            from noloco_jax.metrics.tensorboard import TensorBoardWriter  # imported here, since it loads protobuf
-
             events = folder / TENSORBOARD_FOLDER
             if resume_step is None and events.exists():
                 shutil.rmtree(folder / "tensorboard.old", ignore_errors=True)
                 events.rename(folder / "tensorboard.old")
-            self._tensorboard = TensorBoardWriter(events, None if resume_step is None else resume_step + 1)
+            self._tensorboard = _EventFile(events, None if resume_step is None else resume_step + 1)
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         """Write the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval".
@@ -146,6 +145,44 @@ class MetricWriter:
         self.close()
 
 
+class _EventFile:
+    """Event file for TensorBoard in a folder: a write is in the file when it returns.
+
+    tensorboardX's `SummaryWriter` writes from a thread, where a full disk would be no error of the run.
+
+    Args:
+      folder: made when missing; TensorBoard reads its files in the order of creation.
+      purge_step: the first step that will be written again: TensorBoard discards it and later steps from earlier files.
+        None: no step is.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None):
+        from tensorboardX.event_file_writer import EventsWriter  # loads protobuf
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self._events: Any = event_pb2  # protobuf makes their classes at import, where no type checker sees them
+        self._summaries: Any = summary_pb2
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard's default names have a resolution of one second, and a run may restart within it.
+        self._file = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        if purge_step is not None:
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._write(step=purge_step, session_log=start)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the numbers of a step by their tags."""
+        values = [self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._write(step=step, summary=self._summaries.Summary(value=values))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._file.write_event(self._events.Event(wall_time=time.time(), **fields))
+        self._file.flush()
+
+
 def check_wandb() -> None:
     """Raise `UserError` if W&B is not installed."""
     _import_wandb()
@@ -170,10 +207,10 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
 
 def _drop_after(path: Path, step: int) -> None:
     """Rewrite a metrics file atomically without the lines of later steps."""
-    write_whole(path, b"".join(line for line, entry in _entries(path) if entry["step"] <= step))
+    write_whole(path, b"".join(line for line, entry in _entries_in(path) if entry["step"] <= step))
 
 
-def _entries(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _entries_in(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Return (line, entry) pairs of a metrics file, without lines that a killed process has left incomplete."""
     entries = []
     for line in path.read_bytes().split(b"\n")[:-1]:
@@ -189,6 +226,6 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the metrics of a run: a dict {"step", "kind", ...} a line, in the order of writing."""
     path = Path(workdir) / METRICS_FILE
     try:
-        return [entry for _, entry in _entries(path)]
+        return [entry for _, entry in _entries_in(path)]
     except FileNotFoundError:
         raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None

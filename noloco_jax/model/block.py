@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.attention import causal_attention, rotate
-from noloco_jax.model.cache import Cache
-from noloco_jax.model.kind import weight
+from noloco_jax.model.architecture import weight
+from noloco_jax.model.attention import Cache, causal_attention, rotate
 
 KERNEL_INIT = nnx.initializers.normal(0.02)
 

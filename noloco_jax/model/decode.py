@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.kind import Params, kind_of
+from noloco_jax.model.architecture import Params, architecture_of
 
 
 def generate(
@@ -57,8 +57,10 @@ def generate(
 def _generate(config, params, prompt_BP, key, temperature, *, max_new_tokens, top_k, eos_id):
     batch, prompt_length = prompt_BP.shape
     max_length = prompt_length + max_new_tokens
-    kind = kind_of(config)
-    model = kind.from_params(config, kind.cast_for_generation(config, params))  # cast once, not for every token
+    architecture = architecture_of(config)
+    model = architecture.from_params(
+        config, architecture.cast_for_generation(config, params)
+    )  # cast once, not for every token
 
     def next_ids(h_BTD: jax.Array, position: jax.Array | int) -> jax.Array:
         """Choose the token at `position` by the hidden state before it, the last of `h_BTD`."""
@@ -96,7 +98,7 @@ def _generate(config, params, prompt_BP, key, temperature, *, max_new_tokens, to
     # Where generation ends early, what is left unwritten is the end of text.
     rest_BS = jnp.full((batch, max_new_tokens), 0 if eos_id is None else eos_id, jnp.int32)
     ids_BS = jnp.concatenate([prompt_BP, rest_BS], axis=1)
-    cache = kind.empty_cache(config, batch, max_length)
+    cache = architecture.empty_cache(config, batch, max_length)
     h_BPD = model.hidden(prompt_BP) if cache is None else model.hidden(prompt_BP, cache=cache)
     first_B = next_ids(h_BPD, prompt_length)
     carry = write(jnp.int32(prompt_length), ids_BS, cache, jnp.zeros(batch, bool), first_B)

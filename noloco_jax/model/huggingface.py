@@ -23,6 +23,7 @@ from noloco_jax.config import ModelConfig
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
+from noloco_jax.model.architecture import BUILT_IN, Params, param_axes, param_shapes
 from noloco_jax.model.huggingface_config import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -34,7 +35,6 @@ from noloco_jax.model.huggingface_config import (
     read_json,
     their_config,
 )
-from noloco_jax.model.kind import BUILT_IN, Params, param_axes, param_shapes
 from noloco_jax.model.tokenizer_files import save_tokenizer
 
 __all__ = ["check_has_format", "check_new_folder", "config_from_folder", "load_params", "save_folder"]
@@ -60,7 +60,7 @@ _LAYER_NAMES = {
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TENSOR_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +137,12 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
                 f"{target.shape}: the folder mixes two models"
             )
         dtype = view.get_dtype()
-        if dtype not in _DTYPES:
-            raise UserError(f"{path}: the tensor {name} is {dtype}: convert it to one of {', '.join(_DTYPES)}")
+        if dtype not in _TENSOR_DTYPES:
+            raise UserError(f"{path}: the tensor {name} is {dtype}: convert it to one of {', '.join(_TENSOR_DTYPES)}")
         if name not in missing:
             raise UserError(f"{path}: the tensor {name} is in another file of the folder too: remove one of them")
         target[...] = reader.get_tensor(name)
-        _check_finite(path, name, target)
+        _check_tensor_finite(path, name, target)
         missing.discard(name)
     if missing:
         raise UserError(f"{folder}: {len(missing)} of {len(slots)} tensors are missing, such as {min(missing)}")
@@ -158,7 +158,7 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     return params
 
 
-def _check_finite(path: Path, name: str, tensor: np.ndarray) -> None:
+def _check_tensor_finite(path: Path, name: str, tensor: np.ndarray) -> None:
     """Raise `UserError` for values that are not finite: an untrained token's, say, which the loss never shows."""
     rows = np.flatnonzero(~np.isfinite(tensor).reshape(len(tensor), -1).all(axis=1))
     if rows.size:
@@ -279,7 +279,7 @@ def _read_if_there(folder: Path | None, name: str) -> dict[str, Any]:
 def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
     """Write one tensor after another; `safetensors.numpy.save_file` needs transposed copies of all of them at once."""
     dtype = np.dtype(config.param_dtype)
-    dtype_name = next(theirs for theirs, ours in _DTYPES.items() if ours == config.param_dtype)
+    dtype_name = next(theirs for theirs, ours in _TENSOR_DTYPES.items() if ours == config.param_dtype)
     slots = dict(sorted(_slots(config).items()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     shapes = param_shapes(config)

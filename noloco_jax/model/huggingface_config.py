@@ -122,10 +122,12 @@ def _family_of(path: Path, theirs: dict[str, Any]) -> Family:
 
 def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
     """Return the window of all layers; raise `UserError` where only some have one, or `layer_types` contradicts it."""
-    kind, num_layers, layers = theirs["model_type"], theirs["num_hidden_layers"], theirs.get("layer_types")
+    model_type, num_layers, layers = theirs["model_type"], theirs["num_hidden_layers"], theirs.get("layer_types")
     window = theirs.get("sliding_window", 4096)
-    is_used = kind == "mistral" or (kind != "llama" and window is not None and bool(theirs.get("use_sliding_window")))
-    if is_used and kind in ("qwen2", "qwen3"):
+    is_used = model_type == "mistral" or (
+        model_type != "llama" and window is not None and bool(theirs.get("use_sliding_window"))
+    )
+    if is_used and model_type in ("qwen2", "qwen3"):
         given = theirs.get("max_window_layers")
         first = min(28 if given is None else given, num_layers)
         layers = layers or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
@@ -142,7 +144,7 @@ def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
 
 
 def max_positions(folder: str | os.PathLike[str]) -> int | None:
-    """Return the tokens of the longest sequence that a folder's model is meant for; None where it does not say."""
+    """Return the `max_position_embeddings` of a folder's model; None if its config.json has none."""
     found = read_json(Path(folder).expanduser() / CONFIG_FILE).get("max_position_embeddings")
     return found if type(found) is int else None
 
@@ -151,14 +153,14 @@ def _rope_fields(path: Path, theirs: dict[str, Any]) -> dict[str, Any]:
     # Where both styles are there, transformers 5 follows `rope_scaling`.
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     theta = rope.get("rope_theta") or theirs.get("rope_theta") or _THEIR_DEFAULTS["rope_theta"]
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if (share := rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor"))) not in (None, 1):
         raise UserError(f"{path}: partial_rotary_factor={share} is not 1: such a model cannot be imported")
-    if kind == "default":
+    if rope_type == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}
-    if kind != "llama3":
+    if rope_type != "llama3":
         raise UserError(
-            f"{path}: rope_type={kind!r} is neither 'default' nor 'llama3': such a model cannot be imported"
+            f"{path}: rope_type={rope_type!r} is neither 'default' nor 'llama3': such a model cannot be imported"
         )
     original = theirs.get("original_max_position_embeddings")
     if original is not None:  # it comes before the entry in `rope`, as in transformers 5
@@ -201,15 +203,15 @@ def family_of(config: ModelConfig) -> str:
 
 def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str, Any]:
     """The entries of a config.json for `config`, as transformers 5 and earlier versions read them."""
-    kind = family_of(config)
+    model_type = family_of(config)
     scaling = config.rope_scaling
     their_scaling = None
     if scaling is not None:
         their_scaling = {"rope_type": "llama3"} | dataclasses.asdict(scaling)
     return {
-        "architectures": [FAMILIES[kind].architecture],
-        "model_type": kind,
-        **{name: getattr(config, ours) for ours, name in FAMILIES[kind].names.items()},
+        "architectures": [FAMILIES[model_type].architecture],
+        "model_type": model_type,
+        **{name: getattr(config, ours) for ours, name in FAMILIES[model_type].names.items()},
         "head_dim": config.head_size,
         "max_position_embeddings": max_position_embeddings,
         # Both names of transformers 5 and, for readers of older folders, those before it.
@@ -219,8 +221,8 @@ def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str,
         "dtype": config.param_dtype,
         "torch_dtype": config.param_dtype,
         "hidden_act": "silu",
-        **FAMILIES[kind].fixed,
-        **_their_window(kind, config),
+        **FAMILIES[model_type].fixed,
+        **_their_window(model_type, config),
         "initializer_range": 0.02,
         "pad_token_id": None,
     }
@@ -246,14 +248,14 @@ def ends_of(given: Mapping[str, Any], eos_id: int | None) -> Any:
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
-def _their_window(kind: str, config: ModelConfig) -> dict[str, Any]:
-    if kind == "llama":
+def _their_window(model_type: str, config: ModelConfig) -> dict[str, Any]:
+    if model_type == "llama":
         return {}
     window: dict[str, Any] = {"sliding_window": config.sliding_window}
-    if kind == "mistral":
+    if model_type == "mistral":
         return window
     is_used = config.sliding_window is not None
-    if kind == "qwen3_moe":
+    if model_type == "qwen3_moe":
         return window | {"use_sliding_window": is_used}
     return window | {
         "use_sliding_window": is_used,

@@ -24,10 +24,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.attention import inverse_frequencies, rotation
+from noloco_jax.model.architecture import Model, Params, Stages, stacked, weight
+from noloco_jax.model.attention import Cache, inverse_frequencies, rotation
 from noloco_jax.model.block import KERNEL_INIT, Block, rms_norm
-from noloco_jax.model.cache import Cache
-from noloco_jax.model.kind import Model, Params, Stages, stacked, weight
 from noloco_jax.model.placement import constrain, look_up
 
 _MAX_UNROLLED_LAYERS = 16
@@ -62,7 +61,7 @@ class Llama(Model):
         return self.logits(self.hidden(ids_BT, cache, segments_BT))
 
     def hidden(self, ids_BT: jax.Array, cache: Cache | None = None, segments_BT: jax.Array | None = None) -> jax.Array:
-        """The hidden states after the last norm (B, T, D), which the head multiplies."""
+        """Return the hidden states after the last norm (B, T, D), for the output layer."""
         return self.final_norm(self.run_blocks(self.embed_tokens(ids_BT), cache, segments_BT))
 
     @jax.named_scope("embed")
@@ -144,7 +143,7 @@ class Llama(Model):
 
     @classmethod
     def kept_numbers(cls, config: ModelConfig) -> int:
-        """Estimate what a backward pass needs: here also of heads that are wider or narrower than the stream.
+        """Estimate as `Model.kept_numbers` does, also where the heads together are wider or narrower than the stream.
 
         A window leaves it as it is, since scores are not kept.
         """
@@ -167,7 +166,7 @@ class Llama(Model):
 
 
 def _recomputed(config: ModelConfig, layer: Callable) -> Callable:
-    """The layer with what `config.remat` says about its backward pass."""
+    """Return the layer with the rematerialization that `config.remat` names."""
     # prevent_cse=False: the loop itself keeps XLA from merging the second computation of a layer with the first.
     if config.remat == "full":
         return jax.checkpoint(layer, prevent_cse=False)

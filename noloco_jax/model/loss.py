@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model.placement import constrain, num_devices, num_parts
+from noloco_jax.data.source import IGNORED_LABEL
+from noloco_jax.model.placement import constrain, num_devices, num_shards
 
 # Float32 logits held at once when the caller does not say: 256 MiB on the CPU, and 2 GiB elsewhere. There each chunk
 # reads and writes the kernel's float32 gradient, which takes as long as the products of some 400 tokens.
@@ -164,10 +164,10 @@ def _normaliser_and_label(
     return highest_BC + jnp.log(sum_BC), label_logit_BC
 
 
-_Part = tuple[jax.Array, jax.Array, jax.Array]
+_LossPart = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _join(a: _Part, b: _Part) -> _Part:
+def _join(a: _LossPart, b: _LossPart) -> _LossPart:
     """Join two parts of a row: the highest logit h, the sum of exp(logit - h), and the sum of the labels' logits."""
     (highest_a, sum_a, label_a), (highest_b, sum_b, label_b) = a, b
     highest = jnp.maximum(highest_a, highest_b)
@@ -199,7 +199,7 @@ def _nll_sum(
 def _nll_sum_forward(chunk, columns, one_pass, h_BTD, kernel_DV, labels_BT, weight_B):
     """Compute the loss and, while a chunk's logits are there, its gradients for a unit cotangent."""
     kernel_cast_DV = columns.cast(kernel_DV, h_BTD.dtype)
-    parts = num_parts("fsdp", h_BTD.shape[0])
+    parts = num_shards("fsdp", h_BTD.shape[0])
 
     def body(carry, start):
         nll_sum, d_h_BTD, d_kernel_PDV = carry

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.model.architecture import Axes, Path
 from noloco_jax.model.block import Block, swiglu
-from noloco_jax.model.kind import Axes, Path
 from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
-from noloco_jax.model.placement import map_shards, num_parts
+from noloco_jax.model.placement import map_shards, num_shards
 
 # Slots of a block. Each block has its own copy of its expert's kernels, of which a GPU waits for every byte.
 _SMALLEST_BLOCK, _LARGEST_CPU_BLOCK, _LARGEST_BLOCK = 8, 128, 1024
@@ -112,7 +112,7 @@ def _experts(
 
     A device sorts its own tokens, and multiplies them by its own columns of all experts.
     """
-    is_summed = num_parts("tensor", gate_EDF.shape[-1]) > 1
+    is_summed = num_shards("tensor", gate_EDF.shape[-1]) > 1
 
     def on_device(x_BTD: jax.Array, scores_BTA: jax.Array, experts_BTA: jax.Array, *kernels: jax.Array) -> jax.Array:
         x_ND, scores_NA, experts_NA = (x.reshape(-1, x.shape[-1]) for x in (x_BTD, scores_BTA, experts_BTA))

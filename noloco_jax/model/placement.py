@@ -16,7 +16,7 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     Only axes that the surrounding mesh leaves to the partitioner are used, and only where they divide the dimension.
     Without such axes, as outside a mesh, this returns `x` itself.
     """
-    return jax.lax.with_sharding_constraint(x, _fitting(x.shape, axes)) if _axis_sizes() else x
+    return jax.lax.with_sharding_constraint(x, _fitting_spec(x.shape, axes)) if _axis_sizes() else x
 
 
 def look_up(table_VD: jax.Array, ids_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -57,7 +57,7 @@ def map_shards(fn: Callable[..., jax.Array], *arguments: tuple[jax.Array, Sequen
     return mapped(*arrays)
 
 
-def _fitting(shape: Sequence[int], axes: Sequence[str | tuple[str, ...] | None]) -> P:
+def _fitting_spec(shape: Sequence[int], axes: Sequence[str | tuple[str, ...] | None]) -> P:
     """The spec of those of `axes` that divide their dimension of a shape."""
     sizes = _axis_sizes()
     spec = []
@@ -76,7 +76,7 @@ def num_devices(axis: str) -> int:
     return _axis_sizes().get(axis, 1)
 
 
-def num_parts(axis: str, dim: int) -> int:
+def num_shards(axis: str, dim: int) -> int:
     """Number of shards that `constrain` makes of a dimension of size `dim` over one axis."""
     return num_devices(axis) if dim % num_devices(axis) == 0 else 1
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model.kind import from_params
+from noloco_jax.data.source import IGNORED_LABEL
+from noloco_jax.model.architecture import from_params
 from noloco_jax.optim.exchange.all_reduce import all_mean
 from noloco_jax.optim.exchange.axes import AxisName, names_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from noloco_jax.config import InnerConfig, ModelConfig
-from noloco_jax.model.kind import Path, muons
+from noloco_jax.model.architecture import Path, muons
 from noloco_jax.spmd.muon import muon
 
 PyTree = Any

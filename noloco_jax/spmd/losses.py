@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.kind import kind_of
+from noloco_jax.model.architecture import architecture_of
 from noloco_jax.model.loss import logits_at_once
 from noloco_jax.spmd.gradients import Batch, label_weights, loss_sum, replica_gradient
 from noloco_jax.spmd.pipeline.losses import build_routed
@@ -87,7 +87,7 @@ def replicas_at_once(model: ModelConfig, mesh: Mesh | AbstractMesh, num_replicas
 def activation_bytes(model: ModelConfig, tokens: int, platform: str) -> tuple[int, int]:
     """Estimate the bytes that a micro-batch of `tokens` keeps for the backward pass, and those of its logits."""
     width = {"float32": 4, "bfloat16": 2}[model.dtype]
-    kept = tokens * kind_of(model).kept_numbers(model) * width
+    kept = tokens * architecture_of(model).kept_numbers(model) * width
     return kept, 4 * min(tokens * model.vocab_size, logits_at_once(platform))
 
 

@@ -17,19 +17,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, TrainConfig
-from noloco_jax.model.kind import check_kind, init_params, num_params
+from noloco_jax.model.architecture import check_architecture, init_params, num_params
 from noloco_jax.optim.exchange.all_reduce import all_mean
 from noloco_jax.optim.methods import METHODS
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import OuterState, computed
 from noloco_jax.spmd import sharding
+from noloco_jax.spmd.batches import parts_of, share_program, spans_processes
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
 from noloco_jax.spmd.mesh import check_layout
 from noloco_jax.spmd.outer_programs import OuterPrograms, build_outer, outer_axes, over_mesh
 from noloco_jax.spmd.sharding import REPLICAS, SLOT
-from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processes
 from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
 PyTree = Any
@@ -79,7 +79,7 @@ class Programs:
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,), each replica's on its devices.
       merge: params -> params, every replica the mean, by an all-reduce.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
-      share_batch: parts -> batch, from the device of each replica that was given it (`shared_batch`); None if every
+      share_batch: parts -> batch, from the device of each replica that was given it (`batches`); None if every
         replica's devices belong to one process, which gives each its rows.
       compiled: compiled executables by program name.
       compile_seconds: seconds of lowering and compilation.
@@ -117,7 +117,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
       shares_batches: make `share_batch`; None: if some replica's devices belong to several processes.
     """
     model, data, method = config.model, config.data, METHODS[config.method]
-    check_kind(model, config.mesh.stage, data.document_mask)
+    check_architecture(model, config.mesh.stage, data.document_mask)
     fragments = config.outer.fragments if method.has_outer_steps else 1
     check_layout(model, data.batch_size, config.num_microbatches, fragments, mesh.shape)
     inner = inner_optimizer(model, config.inner, config.num_steps)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
-from noloco_jax.model.kind import Axes, param_axes, param_shapes
+from noloco_jax.model.architecture import Axes, param_axes, param_shapes
 from noloco_jax.optim.fragments import Fragments
 from noloco_jax.optim.outer_step import OuterOptimizer
 from noloco_jax.optim.rule import OuterState

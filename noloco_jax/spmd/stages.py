@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.kind import axes_at
+from noloco_jax.model.architecture import axes_at
 
 PyTree = Any
 

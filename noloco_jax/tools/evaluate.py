@@ -25,14 +25,12 @@ from noloco_jax.checkpoint.trained_model import data_facts
 from noloco_jax.config import DataConfig, TrainConfig, from_dict, make_parser
 from noloco_jax.data import RunData, Tokenizer
 from noloco_jax.data.find_files import SUFFIXES
-from noloco_jax.data.mixture import configs_by_source
-from noloco_jax.data.open_sources import encoder_of, open_documents, open_source
+from noloco_jax.data.run_data import batches_of, configs_by_source, encoder_of, open_documents, open_source
 from noloco_jax.data.source import Source
-from noloco_jax.data.validation import batches_of
 from noloco_jax.errors import UserError, log_if_slow, tell
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.metrics.evaluate import loss_of_one, perplexity_of
-from noloco_jax.model.kind import Params
+from noloco_jax.model.architecture import Params
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 
@@ -59,13 +57,13 @@ class _CountingTokenizer:
         return arrays
 
     def num_labels(self, data: DataConfig) -> int:
-        """Return the labels of what it has encoded: all tokens but the first, or the first of each document."""
+        """Return the number of labels in the encoded text: all tokens but the first, of all or of each document."""
         special = self.num_documents * (data.add_bos + data.add_eos)
         return self.num_tokens + special - (self.num_documents if data.document_mask else 1)
 
 
 class _Text(NamedTuple):
-    """Documents to evaluate on, what to call them, and what has encoded them; None where they are token ids."""
+    """Documents to evaluate on, their name in the table, and their tokenizer; None if they are token ids."""
 
     name: str
     documents: Source
@@ -83,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = _given_texts(args, model) if args.data else _validation(args, model)
         name, params = model.load()
     programs = build_programs(config, make_mesh(config.mesh, 1, jax.local_devices()[:1]))
-    params = _on_device(programs, params)
+    params = _to_device(programs, params)
     print(name)
     print("perplexity  bits per byte      tokens  text")
     for text in texts:
         with log_if_slow(f"evaluating on {text.name}: --tokens=N ends it after about N of them"):
-            print(_row(programs, params, config, text, args.tokens), flush=True)
+            print(_result_line(programs, params, config, text, args.tokens), flush=True)
     return 0
 
 
@@ -125,7 +123,7 @@ def _config(model: GivenModel, args: argparse.Namespace) -> TrainConfig:
 
 
 def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
-    """Open what validates a run, in the pieces of its own sequence length; warn if its data have changed."""
+    """Open a run's validation documents; warn if its data have changed."""
     if args.model is not None:
         raise UserError("what to evaluate on is missing: give --data=PATH")
     if args.kind or args.text_column:
@@ -152,7 +150,7 @@ def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
     """Open the texts of --data; raise `UserError` for those that are missing or of another form."""
     texts = []
     for path in args.data:
-        data = dataclasses.replace(model.data, path=path, kind=args.kind or _kind_of(path, model.data))
+        data = dataclasses.replace(model.data, path=path, kind=args.kind or _architecture_of(path, model.data))
         if args.text_column is not None:
             data = dataclasses.replace(data, text_column=args.text_column)
         counted = None if model.found_tokenizer is None else _CountingTokenizer(model.found_tokenizer)
@@ -164,7 +162,7 @@ def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
     return texts
 
 
-def _kind_of(path: str, data: DataConfig) -> str:
+def _architecture_of(path: str, data: DataConfig) -> str:
     """Return the format of a file by its name, and of a folder that of the model's training."""
     for kind, suffixes in SUFFIXES.items():
         if path.endswith(suffixes):
@@ -173,7 +171,7 @@ def _kind_of(path: str, data: DataConfig) -> str:
     return data.kind if data.kind in _KINDS and not local.is_file() and (local.is_dir() or not local.suffix) else "text"
 
 
-def _row(programs: Programs, params: Params, config: TrainConfig, text: _Text, tokens: int | None) -> str:
+def _result_line(programs: Programs, params: Params, config: TrainConfig, text: _Text, tokens: int | None) -> str:
     """Evaluate a text, or about as many of its tokens; return its line of the table."""
     encode = encoder_of(config.data, text.counted, config.model.vocab_size)
     batches = batches_of(text.documents, encode, config.data)
@@ -189,6 +187,6 @@ def _row(programs: Programs, params: Params, config: TrainConfig, text: _Text, t
     return f"{format_perplexity(perplexity_of(loss / scored)):>10}  {bits:>13}  {scored:>10,}  {text.name}"
 
 
-def _on_device(programs: Programs, params: Params) -> Params:
+def _to_device(programs: Programs, params: Params) -> Params:
     """Put one model's weights on the device as those of a run of one replica."""
     return jax.tree.map(lambda x, place: jax.device_put(x[None], place.sharding), params, programs.state.params)

@@ -9,8 +9,9 @@ names it where it has moved, and another one is refused. No accelerator is used,
 """
 
 import argparse
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -18,10 +19,9 @@ import jax
 from noloco_jax.checkpoint.trained_model import load_for_export, tokenizer_of, write_model_folder
 from noloco_jax.config import load_saved, make_parser
 from noloco_jax.data import check_vocabulary
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError, described
 from noloco_jax.files import folder_of_flag
 from noloco_jax.model.huggingface import check_has_format, check_new_folder
-from noloco_jax.storage.hub import check_push, push_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,3 +63,47 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="the run's tokenizer, where it is no longer where it was: a name or folder")
     parser.add_argument("--replica", type=int, help="export this replica, counted from 0 (default: their mean)")
     return parser
+
+
+def check_push(repository: str) -> None:
+    """Raise `UserError` for a name that the hub does not allow, or without a login; nothing is written."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(f"--push={repository} is no name on the hub ({error}): give USER/NAME") from None
+    if repository.count("/") != 1:
+        raise UserError(f"--push={repository} names no owner: give USER/NAME")
+    with _hub_errors(repository):
+        HfApi().whoami()
+
+
+def push_folder(folder: Path, repository: str, message: str, *, private: bool) -> str:
+    """Upload a folder as one commit of a model's repository, which is made when missing; return the commit's URL."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    with _hub_errors(repository):
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message))
+
+
+@contextlib.contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    """Sort the errors of `huggingface_hub` and of its HTTP library."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    login = "log in by `hf auth login`, or set HF_TOKEN to a token that may write there"
+    try:
+        yield
+    except LocalTokenNotFoundError:
+        raise UserError(f"the hub asks for a login to write {repository}: {login}") from None
+    except OfflineModeIsEnabled:
+        raise UserError(f"{repository} cannot be pushed while HF_HUB_OFFLINE is set: unset it") from None
+    except Exception as error:  # its HTTP library's own errors mean that the hub did not answer
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 500
+        if status < 500 and status not in (408, 409, 429):
+            raise UserError(f"the hub refuses {repository} (HTTP status {status}): {login}") from None
+        raise TransientError(f"{repository} could not be pushed ({described(error)[:200]}): try again") from None

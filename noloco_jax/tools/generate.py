@@ -14,8 +14,8 @@ import numpy as np
 from noloco_jax.checkpoint.given_model import GivenModel, define_model_flags, opened_model
 from noloco_jax.config import make_parser
 from noloco_jax.errors import UserError
+from noloco_jax.model.architecture import check_generates
 from noloco_jax.model.decode import generate
-from noloco_jax.model.kind import check_generates
 from noloco_jax.optim import prng
 from noloco_jax.train.sample import prompt_ids
 
@@ -26,7 +26,7 @@ _MAX_NEW_TOKENS = 200
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and what follows it."""
     args = _parser().parse_args(argv)
-    _check(args)
+    _check_values(args)
     with opened_model(args) as model:
         ids, max_new_tokens = _checked_prompt(args, model)
         _, params = model.load()
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_values(args: argparse.Namespace) -> None:
     """Raise `UserError` for values that no model could make sense of."""
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens={args.max_new_tokens} is below 1: raise it")

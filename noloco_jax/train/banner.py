@@ -8,7 +8,7 @@ import jax
 from noloco_jax.config import DataConfig, TrainConfig, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
 from noloco_jax.metrics.peaks import peak_of
-from noloco_jax.model.kind import num_active_params, num_params
+from noloco_jax.model.architecture import num_active_params, num_params
 from noloco_jax.optim.methods import METHODS
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.train.bytes_sent import BytesSent, num_outer_steps

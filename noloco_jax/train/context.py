@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.checkpoint.store import Checkpointer
-from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.metrics.console import Progress

@@ -16,11 +16,11 @@ from noloco_jax.data import (
 )
 from noloco_jax.errors import UserError, log_if_slow
 from noloco_jax.metrics.evaluate import Validation, read_validation
+from noloco_jax.model.architecture import Params, check_architecture, check_generates
 from noloco_jax.model.huggingface import check_has_format, load_params
-from noloco_jax.model.kind import Params, check_generates, check_kind
+from noloco_jax.spmd.batches import replicas_read_here
 from noloco_jax.spmd.programs import Programs
-from noloco_jax.spmd.shared_batch import replicas_read_here
-from noloco_jax.storage.addresses import is_remote, list_folder, local_folder
+from noloco_jax.storage import is_remote, list_folder, local_folder
 from noloco_jax.train.sample import sample_prompt
 
 
@@ -29,7 +29,7 @@ def check_inputs(config: TrainConfig, console: Console) -> tuple[RunData, Tokeni
 
     The tokenizer is None if the data are token ids and no text sample is wanted.
     """
-    check_kind(config.model, config.mesh.stage, config.data.document_mask)
+    check_architecture(config.model, config.mesh.stage, config.data.document_mask)
     if config.sample_tokens:
         check_generates(config.model)
     if config.init_from:

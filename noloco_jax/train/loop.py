@@ -6,13 +6,12 @@ from functools import partial
 import jax
 import numpy as np
 
-from noloco_jax.checkpoint.totals import wall_clock
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.finite import is_finite
 from noloco_jax.spmd.programs import StepMetrics, TrainState
 from noloco_jax.train.context import Outcome, RunContext
-from noloco_jax.train.step_log import StepLog
+from noloco_jax.train.step_log import StepLog, wall_clock
 
 
 def train_steps(run: RunContext, state: TrainState, start: int) -> Outcome:

@@ -15,10 +15,9 @@ import jax
 from rich.console import Console
 
 from noloco_jax.checkpoint import elastic
-from noloco_jax.checkpoint.record import copy_inputs
+from noloco_jax.checkpoint.record import Totals, copy_inputs
 from noloco_jax.checkpoint.saved import Saved
 from noloco_jax.checkpoint.store import Checkpointer
-from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.host import find_devices
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
@@ -26,7 +25,7 @@ from noloco_jax.cluster.workdir_lock import workdir_locked
 from noloco_jax.config import TrainConfig, save_config, to_dict
 from noloco_jax.data import ReplicaStreams, RunData, Tokenizer
 from noloco_jax.errors import TransientError, UserError, log_if_slow
-from noloco_jax.files import check_writable, without_room
+from noloco_jax.files import check_writable, no_room_message
 from noloco_jax.formatting import format_memory
 from noloco_jax.metrics.console import Progress, banner, make_console
 from noloco_jax.metrics.curves import plot_curves
@@ -35,7 +34,7 @@ from noloco_jax.metrics.finite import is_finite
 from noloco_jax.metrics.memory import check_memory, checkpoint_bytes, compiled_peak, memory_estimate, program_memory
 from noloco_jax.metrics.peaks import peak_of
 from noloco_jax.metrics.writer import MetricWriter, check_wandb
-from noloco_jax.model.kind import Params
+from noloco_jax.model.architecture import Params
 from noloco_jax.optim import prng
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
@@ -198,7 +197,7 @@ def check_end(num_steps: int, saved: Saved) -> None:
 
 def check_room(setup: Setup) -> None:
     """Raise `TransientError` where a checkpoint does not fit on the disk; a dry run may be for another machine."""
-    message = setup.processes.broadcast(lambda: without_room(setup.workdir, checkpoint_bytes(setup.programs)))
+    message = setup.processes.broadcast(lambda: no_room_message(setup.workdir, checkpoint_bytes(setup.programs)))
     if message and not setup.flags.dry_run:
         raise TransientError(message)
     if message and jax.process_index() == 0:

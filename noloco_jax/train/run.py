@@ -10,7 +10,7 @@ from noloco_jax.cluster.process_rank import ProcessRank
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.start import distributed_runtime
 from noloco_jax.config import TrainConfig, to_dict
-from noloco_jax.files import full_disk_told
+from noloco_jax.files import full_disk_reported
 from noloco_jax.metrics.evaluate import evaluate
 from noloco_jax.optim.exchange.swap import choose_form
 from noloco_jax.spmd.background import compile_background, host_mesh, is_in_background
@@ -37,7 +37,7 @@ def train_at(
     use_gpu_memory()
     with distributed_runtime(rank, to_dict(config), start_timeout) as num_processes:
         use_cpu_cores(config.mesh, config.num_replicas, config.delay, num_processes)
-        with full_disk_told(workdir):
+        with full_disk_reported(workdir):
             return train(config, workdir, **flags)
 
 

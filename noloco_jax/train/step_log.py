@@ -1,13 +1,15 @@
-"""Log of inner and outer steps: metrics lines, the console's progress, warnings, and the run's totals."""
+"""Log of inner and outer steps: metrics lines, the console's progress, warnings, totals and throughput."""
 
+import collections
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from noloco_jax.checkpoint.totals import Throughput, Totals, wall_clock
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.peaks import mfu, model_flops_per_token
 from noloco_jax.spmd.inner import learning_rates
@@ -149,3 +151,35 @@ def _by_replica(values: jax.Array) -> dict[int, float]:
         first = shard.index[0].start or 0
         found.update(enumerate(np.asarray(shard.data).tolist(), start=first))
     return dict(sorted(found.items()))
+
+
+class Throughput:
+    """Tokens per second over the last `window` steps.
+
+    `reset()` restarts the clock after anything but a training step: a compilation, an evaluation, a checkpoint.
+    """
+
+    def __init__(self, window: int = 50, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=window + 1)
+        self.reset()
+
+    def reset(self) -> None:
+        """Discard the steps so far; the next one is timed from now."""
+        self._marks.clear()
+        self._marks.append((self._clock(), 0))
+
+    def step(self, tokens: int) -> None:
+        """Count a finished step's tokens."""
+        self._marks.append((self._clock(), self._marks[-1][1] + tokens))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the throughput; 0 before the first step."""
+        (start, before), (end, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+
+def wall_clock() -> str:
+    """Return the current time in the format of the run's records: 2026-11-22T12:00:00+0000."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

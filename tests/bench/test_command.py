@@ -8,8 +8,7 @@ import pytest
 
 from noloco_jax.errors import UserError
 from noloco_jax.tools.bench import command
-from noloco_jax.tools.bench.command import in_own_process, make_variants
-from noloco_jax.tools.bench.report import REFUSED
+from noloco_jax.tools.bench.command import REFUSED, bench_variants, in_own_process
 from support import platforms, processes
 from support.benchmarks import end_by_sigkill, threaded_modules_before_keeping_memory
 
@@ -52,12 +51,12 @@ def test_saved_figures_are_not_overwritten(config_file, tmp_path):
 
 def test_variants_are_all_combinations_over_the_overrides(config_file):
     vary = ["num_replicas/mesh.replica=2/1,4/2", "model.num_layers=1,2"]
-    variants = make_variants(str(config_file), ["--config.model.num_layers=3"], vary)
+    variants = bench_variants(str(config_file), ["--config.model.num_layers=3"], vary)
     assert [(c.num_replicas, c.mesh.replica, c.model.num_layers) for _, c in variants] == [
         *((2, 1, 1), (2, 1, 2), (4, 2, 1), (4, 2, 2)),
     ]
     assert variants[1][0] == "num_replicas=2 model.num_layers=2"
-    [(label, _)] = make_variants(str(config_file), ["--config.num_replicas=2"], [])
+    [(label, _)] = bench_variants(str(config_file), ["--config.num_replicas=2"], [])
     assert label == "method=noloco num_replicas=2"
 
 

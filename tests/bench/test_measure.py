@@ -8,7 +8,6 @@ import pytest
 
 from noloco_jax.metrics.peaks import Peak
 from noloco_jax.tools.bench import measure as module
-from noloco_jax.tools.bench import timing
 from noloco_jax.tools.bench.measure import measure
 from support.benchmarks import SMALL, TINY, small
 
@@ -92,7 +91,7 @@ def test_an_offloaded_outer_state_takes_no_device_memory_in_inner_steps(result, 
 
 
 def test_compiling_only_allocates_nothing_and_counts_the_pairings(monkeypatch):
-    monkeypatch.setattr(timing.TimedRun, "__init__", lambda *_: pytest.fail("nothing is to run"))
+    monkeypatch.setattr(module.TimedRun, "__init__", lambda *_: pytest.fail("nothing is to run"))
     result = measure(small(model=TINY), steps=3, compile_only=True)
     assert result["pairings"] == 3
     assert result["peak_memory_bytes"] > 0

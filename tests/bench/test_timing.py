@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from noloco_jax.tools.bench import timing
-from noloco_jax.tools.bench.report import Row, show
+from noloco_jax.tools.bench import measure
+from noloco_jax.tools.bench.command import BenchRow, show
 from support.benchmarks import small
 
 
@@ -25,7 +25,7 @@ def test_outer_steps_are_timed_only_for_rounds_that_have_run_before():
             taken.append(round)
             return len(taken)
 
-    timed = [int(number) - 1 for number in timing.outer_times(Run())]  # pyright: ignore[reportArgumentType]
+    timed = [int(number) - 1 for number in measure.outer_times(Run())]  # pyright: ignore[reportArgumentType]
     assert len({taken[place] for place in timed}) == len(timed) == 5
     assert all(taken[place] in taken[:place] for place in timed)
 
@@ -39,18 +39,18 @@ def test_a_step_is_timed_from_end_to_end_with_one_dispatched_ahead(monkeypatch):
             return number
 
     monkeypatch.setattr(jax, "block_until_ready", lambda number: events.append(("wait", number)) or time.sleep(0.02))
-    seconds = timing.inner_times(Run(), steps=4)  # pyright: ignore[reportArgumentType]
+    seconds = measure.inner_times(Run(), steps=4)  # pyright: ignore[reportArgumentType]
     assert len(seconds) == 4
     assert min(seconds) >= 0.02
     assert events[:5] == [("dispatch", 0), ("dispatch", 1), ("wait", 0), ("dispatch", 2), ("wait", 1)]
 
 
 def test_quartiles_are_the_values_beside_the_median():
-    assert timing.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "lower_quartile": 2.0, "upper_quartile": 4.0}
+    assert measure.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "lower_quartile": 2.0, "upper_quartile": 4.0}
 
 
 def test_random_batches_stay_within_the_vocabulary_and_differ_between_replicas():
-    first, other = next(timing.RandomStreams(small(), [0, 1])).values()
+    first, other = next(measure.RandomStreams(small(), [0, 1])).values()
     assert all(x.shape == (2, 8) and x.dtype == np.int32 and 0 <= x.min() <= x.max() < 259 for x in first.values())
     assert (first["input_ids"] != other["input_ids"]).any()
 
@@ -58,20 +58,20 @@ def test_random_batches_stay_within_the_vocabulary_and_differ_between_replicas()
 def test_random_batches_have_several_documents_per_sequence_with_document_mask():
     config = small()
     data = dataclasses.replace(config.data, document_mask=True, sequence_length=512)
-    segments_BT = next(timing.RandomStreams(dataclasses.replace(config, data=data), [0]))[0]["segment_ids"]
+    segments_BT = next(measure.RandomStreams(dataclasses.replace(config, data=data), [0]))[0]["segment_ids"]
     assert segments_BT.dtype == np.int32 and segments_BT.shape == (data.batch_size, 512)
     assert set(np.unique(np.diff(segments_BT))) == {0, 1} and segments_BT.min() >= 1
     assert 1 <= segments_BT.max() <= 20
 
 
-def shown(*rows: Row) -> str:
+def shown(*rows: BenchRow) -> str:
     file = io.StringIO()
     show(rows, "a.py", Console(file=file, highlight=False, soft_wrap=True))
     return file.getvalue()
 
 
-def row(result: dict, **changes) -> Row:
-    return Row("num_replicas=4", small(), result | changes)
+def row(result: dict, **changes) -> BenchRow:
+    return BenchRow("num_replicas=4", small(), result | changes)
 
 
 def cells(text: str) -> dict[str, str]:
@@ -94,7 +94,7 @@ def test_a_slow_data_pipeline_warns(result):
 
 
 def test_a_failed_variant_is_shown_beside_the_measured_ones(result):
-    failed = Row("num_replicas=64", small(), {"error": "out of memory", "status": 1})
+    failed = BenchRow("num_replicas=64", small(), {"error": "out of memory", "status": 1})
     text = shown(row(result), failed)
     assert "failed: num_replicas=64: out of memory" in text
     assert re.search(r"^\| num_replicas=4 ", text, re.MULTILINE)

@@ -19,9 +19,9 @@ from jax.experimental import multihost_utils
 
 from noloco_jax.checkpoint import elastic
 from noloco_jax.checkpoint.quiet import quiet_saves
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.checkpoint.saved import SavedShape
 from noloco_jax.checkpoint.store import Checkpointer
-from noloco_jax.checkpoint.totals import Totals
 from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import TransientError, UserError
@@ -172,7 +172,7 @@ def test_restore_each_frees_an_array_before_reading_the_next(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_replicas_are_merged_into_themselves(before, after, dtype):
     one = jax.random.normal(jax.random.key(0), (64, 64)).astype(dtype)
-    merged = elastic._rows(jnp.stack([one] * before), before, after)
+    merged = elastic._convert_rows(jnp.stack([one] * before), before, after)
     assert merged.dtype == one.dtype
     np.testing.assert_array_equal(merged, jnp.stack([one] * after))
 

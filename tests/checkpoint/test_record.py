@@ -11,9 +11,9 @@ from noloco_jax.checkpoint.record import (
     permitted_changes,
     version_changes,
 )
-from noloco_jax.checkpoint.totals import Throughput
 from noloco_jax.config import TrainConfig, changes, from_dict, from_record, to_dict
 from noloco_jax.errors import UserError
+from noloco_jax.train.step_log import Throughput
 
 CONFIG = TrainConfig()
 OTHER = from_dict(

@@ -13,7 +13,7 @@ from noloco_jax.formatting import format_bytes
 from noloco_jax.spmd.compile import PROGRAMS
 from noloco_jax.spmd.traffic import Collective
 from noloco_jax.tools import communication as command
-from noloco_jax.tools.communication_report import Report, inspect_run, unexpected_collectives
+from noloco_jax.tools.communication import Report, inspect_run, unexpected_collectives
 from support import tiny_model
 
 TINY = {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}

@@ -11,7 +11,7 @@ import pytest
 
 from noloco_jax.errors import UserError
 from noloco_jax.tools.compare import command as compare
-from noloco_jax.tools.compare.runner import share_of_cores, share_of_gpus
+from noloco_jax.tools.compare.command import share_of_cores, share_of_gpus
 from support.comparisons import METHODS, arguments, only, plan_of, train
 from support.paths import ROOT
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from noloco_jax.tools.compare import report
-from noloco_jax.tools.compare.results import Row, make_rows, results_of
+from noloco_jax.tools.compare.report import ComparisonRow, make_rows, results_of
 from support.comparisons import finished, only, plan_of, train
 
 
-def rows_of(plan, workdir) -> list[Row]:
+def rows_of(plan, workdir) -> list[ComparisonRow]:
     return make_rows(plan, results_of(plan.runs, workdir))
 
 
@@ -106,7 +106,7 @@ def test_a_variant_without_a_ddp_of_its_inner_optimizer_has_no_gap_and_a_remark(
 )
 def test_every_kind_of_comparison_is_drawn(config_file, tmp_path, settings):
     plan = finished(config_file, tmp_path / "out", **settings)
-    report.draw(rows_of(plan, tmp_path / "out"), tmp_path / "comparison.png")
+    report.draw_comparison(rows_of(plan, tmp_path / "out"), tmp_path / "comparison.png")
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -117,7 +117,7 @@ def test_a_diverged_seed_makes_its_methods_mean_and_gap_infinite(config_file, tm
         train(run, tmp_path, last, merged=last, sent=1600.0 if run.variant.method == "ddp" else 100.0)
     rows = rows_of(plan, tmp_path)
     assert cells(plan, rows)[1].count("inf (1 of 3)") == 4  # perplexity and gap, of the replicas and merged
-    report.draw(rows, tmp_path / "comparison.png")
+    report.draw_comparison(rows, tmp_path / "comparison.png")
 
 
 def test_a_share_is_written_without_an_exponent():

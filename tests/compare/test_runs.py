@@ -20,8 +20,7 @@ from noloco_jax.config import load_config, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_bytes
 from noloco_jax.tools.compare import command as compare
-from noloco_jax.tools.compare import runner
-from noloco_jax.tools.compare.runner import LOCK_FILE, LOG_FILE, PLANNED_FILE, Comparison
+from noloco_jax.tools.compare.command import COMPARISON_LOCK, LOG_FILE, PLANNED_FILE, Comparison
 from support import processes, warm
 from support.comparisons import arguments, plan_of
 
@@ -64,7 +63,7 @@ def no_pictures(monkeypatch):
     def draw(rows, path):
         assert rows
 
-    monkeypatch.setattr(runner, "draw", draw)
+    monkeypatch.setattr(compare, "draw_comparison", draw)
 
 
 @pytest.fixture
@@ -128,7 +127,7 @@ def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, fa
 def test_a_folder_in_use_by_another_comparison_is_refused(config_file, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    with (out / LOCK_FILE).open("a") as file:
+    with (out / COMPARISON_LOCK).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="out is in use by another comparison: wait for its end"):
             compare.main(arguments(config_file, out))
@@ -178,7 +177,7 @@ def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch
     flags += ["--config.num_steps=12", "--config.eval_every=4"]
     processes.set_environment(config, monkeypatch)
     constants = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
-    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=start_paced, **constants))
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(Popen=start_paced, **constants))
     stopping = threading.Thread(target=stop_at, args=(processes.reached(out / "ddp-seed0", 1),))
     stopping.start()
     assert compare.main(flags) == RESTART
@@ -186,7 +185,7 @@ def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch
     output = capsys.readouterr().out
     assert output.endswith("stopped: the same command resumes\n")
     assert max(line["step"] for line in processes.metrics(out / "ddp-seed0")) < 12
-    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=warm.Popen, **constants))
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(Popen=warm.Popen, **constants))
     assert compare.main(flags) == 0
     output = capsys.readouterr().out
     assert "resuming from the checkpoint" in (out / "ddp-seed0" / LOG_FILE).read_text()

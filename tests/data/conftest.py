@@ -2,20 +2,20 @@
 
 import pytest
 
-from noloco_jax.data import reading
-from noloco_jax.storage import retries
+from noloco_jax import storage
+from noloco_jax.data import find_files
 
 
 @pytest.fixture(autouse=True)
 def nothing_reported(monkeypatch):
     """Report again what an earlier test of this process reported."""
-    monkeypatch.setattr(reading, "_reported", set())
-    monkeypatch.setattr(reading, "_left_out", set())
+    monkeypatch.setattr(find_files, "_reported", set())
+    monkeypatch.setattr(find_files, "_left_out", set())
 
 
 @pytest.fixture
 def waits(monkeypatch):
     """Return the list of retry delays in seconds, which are recorded instead of waited for."""
     waited = []
-    monkeypatch.setattr(retries, "sleep", waited.append)
+    monkeypatch.setattr(storage, "sleep", waited.append)
     return waited

@@ -9,7 +9,7 @@ import pytest
 
 from noloco_jax.data import json_lines
 from noloco_jax.data.file_shares import FileLength, divide_files
-from noloco_jax.data.open_sources import open_source
+from noloco_jax.data.run_data import open_source
 from support.data_makers import (
     CountingTokenizer,
     open_streams,

@@ -15,9 +15,8 @@ from backports import zstd
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
 from noloco_jax.data import ByteTokenizer
-from noloco_jax.data.json_lines import parse_text
-from noloco_jax.data.line_reader import LinePosition, LineReader
-from noloco_jax.data.open_sources import open_source
+from noloco_jax.data.json_lines import LinePosition, LineReader, parse_text
+from noloco_jax.data.run_data import open_source
 from noloco_jax.errors import UserError
 from support.data_makers import (
     OPTIONS,

@@ -12,8 +12,9 @@ import pytest
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
 from noloco_jax.data import RunData, Stream, redistribute
-from noloco_jax.data.mixture import Mixture, configs_by_source
 from noloco_jax.data.positions import DataPosition, shard_start
+from noloco_jax.data.run_data import configs_by_source
+from noloco_jax.data.stream import Mixture
 from noloco_jax.errors import UserError
 from support.data_makers import (
     SOURCE_IDS,

@@ -7,9 +7,8 @@ import pytest
 
 from noloco_jax.data.packing import Packer
 from noloco_jax.data.positions import DataPosition, shard_start
-from noloco_jax.data.source import PADDING
+from noloco_jax.data.source import IGNORED_LABEL, PADDING
 from noloco_jax.errors import UserError
-from noloco_jax.labels import IGNORED_LABEL
 
 
 def position(document: int, token: int = 0) -> DataPosition:

@@ -16,7 +16,7 @@ import pytest
 
 from noloco_jax.config import DataConfig
 from noloco_jax.data import RunData, documents
-from noloco_jax.data.reading import WorkerLostError
+from noloco_jax.data.documents import WorkerLostError
 from noloco_jax.errors import TransientError
 from support.data_makers import CountingTokenizer, open_streams, write_mixture, write_rows
 

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from noloco_jax import storage
 from noloco_jax.config import DataConfig
-from noloco_jax.data import line_reader, load_tokenizer
+from noloco_jax.data import json_lines, load_tokenizer
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.storage import retries
-from noloco_jax.storage.retries import RETRY_DELAYS, with_retries
+from noloco_jax.storage import DISK_DELAYS, with_retries
 from support.data_makers import (
     open_streams,
     position_of,
@@ -44,7 +44,7 @@ def test_a_transient_error_is_retried_until_it_passes(waits):
     for number in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT):
         waits.clear()
         assert with_retries(failing(3, number), "file") == "content"
-        assert waits == list(RETRY_DELAYS[:3])
+        assert waits == list(DISK_DELAYS[:3])
 
 
 def test_other_system_errors_are_not_retried(waits):
@@ -60,7 +60,7 @@ def test_a_temporarily_missing_file_does_not_interrupt_reading(tmp_path, waits, 
     config = replace(config, sequence_length=1, batch_size=1)
     (stream,) = open_streams(config, 1)
     (tmp_path / "data").rename(tmp_path / "gone")
-    monkeypatch.setattr(retries, "sleep", lambda _: (tmp_path / "gone").rename(tmp_path / "data"))
+    monkeypatch.setattr(storage, "sleep", lambda _: (tmp_path / "gone").rename(tmp_path / "data"))
     assert sorted(read_through(stream, 0)) == list(range(count))
 
 
@@ -72,7 +72,7 @@ def test_a_file_that_stays_missing_raises_a_transient_error(tmp_path, waits, kin
     with pytest.raises(TransientError, match=r"data/.* cannot be read \(.*\), .* the same command continues") as caught:
         next(stream)
     assert caught.value.exit_status == 1
-    assert waits == list(RETRY_DELAYS)
+    assert waits == list(DISK_DELAYS)
 
 
 def test_a_parquet_read_that_fails_mid_file_is_retried_from_there(tmp_path, waits, monkeypatch):
@@ -96,12 +96,12 @@ def test_a_parquet_read_that_fails_mid_file_is_retried_from_there(tmp_path, wait
 
 def test_a_read_of_lines_that_fails_mid_file_is_retried_from_there(tmp_path, waits, monkeypatch):
     write_json_lines(tmp_path / "0.jsonl.gz", [f"{k} 1" for k in range(1000)])
-    open_decompressed = line_reader.open_decompressed
+    open_decompressed = json_lines.open_decompressed
 
     class FlakyFile:
         """File that fails once, at its 500th line."""
 
-        def __init__(self, path, damaged=False):
+        def __init__(self, path):
             self._file, self._reads = open_decompressed(path), itertools.count(1)
             self.read, self.close = self._file.read, self._file.close
 
@@ -110,7 +110,7 @@ def test_a_read_of_lines_that_fails_mid_file_is_retried_from_there(tmp_path, wai
                 raise OSError(errno.ESTALE, "Stale file handle")
             return self._file.readline()
 
-    monkeypatch.setattr(line_reader, "open_decompressed", FlakyFile)
+    monkeypatch.setattr(json_lines, "open_decompressed", FlakyFile)
     plain = {"add_bos": False, "add_eos": False, "sequence_length": 1, "batch_size": 1, "shuffle_buffer": 1}
     config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", **plain)
     (stream,) = open_streams(config, 1)

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from noloco_jax import storage
 from noloco_jax.config import DataConfig
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.storage import addresses
 from support.data_makers import check_data, open_streams, write_counting, write_json_lines, write_rows
 from support.stores import STORES
 
@@ -67,9 +67,9 @@ def clear_caches():
 
     def forget():
         for known in (
-            addresses._list_files,
-            addresses.remote_facts,
-            addresses._file_system,
+            storage._list_files,
+            storage.remote_facts,
+            storage._file_system,
         ):
             known.cache_clear()
 
@@ -142,7 +142,7 @@ def test_a_resume_continues_where_the_data_have_moved(tmp_path, start, kind, is_
 )
 def test_transient_request_failures_are_retried(tmp_path, start, waits, monkeypatch, scheme, fault):
     if fault == "stall":  # with the others, an answer may take as long as a busy machine needs
-        monkeypatch.setattr(addresses, "ANSWER_SECONDS", 1.0)
+        monkeypatch.setattr(storage, "ANSWER_SECONDS", 1.0)
     config = write_data("jsonl", tmp_path, scheme)
     server = start(scheme)
     remote = moved_to(config, tmp_path, server.upload(tmp_path))
@@ -150,7 +150,7 @@ def test_transient_request_failures_are_retried(tmp_path, start, waits, monkeypa
     faulty.faults.extend([None, fault, None, fault])
     assert first_ids(remote, 1) == first_ids(config, 1)
     assert not faulty.faults
-    assert fault == "stall" or set(waits) <= {addresses.RETRY_DELAYS[0]}  # some libraries repeat by themselves
+    assert fault == "stall" or set(waits) <= {storage.SERVER_DELAYS[0]}  # some libraries repeat by themselves
 
 
 def test_a_read_that_ends_early_is_repeated(monkeypatch, waits):
@@ -162,9 +162,9 @@ def test_a_read_that_ends_early_is_repeated(monkeypatch, waits):
             return super().read(of_first_read.pop() if of_first_read else size)
 
     system = SimpleNamespace(info=lambda path: {"size": len(content)}, open=lambda *_, **__: Opened(content))
-    monkeypatch.setattr(addresses, "_file_system", lambda scheme: system)
-    assert addresses.RemoteFile("s3://bucket/ends-early").read() == content
-    assert waits == [addresses.RETRY_DELAYS[0]]
+    monkeypatch.setattr(storage, "_file_system", lambda scheme: system)
+    assert storage.RemoteFile("s3://bucket/ends-early").read() == content
+    assert waits == [storage.SERVER_DELAYS[0]]
 
 
 @pytest.mark.parametrize(("scheme", "fault"), [("s3", "cut"), ("http", 503)])
@@ -181,8 +181,8 @@ def test_request_failures_that_outlast_the_retries_end_with_status_1(tmp_path, s
 
 
 def test_a_retried_request_does_not_read_earlier_blocks_again(tmp_path, start, waits, monkeypatch):
-    monkeypatch.setattr(addresses, "BLOCK", 256)
-    monkeypatch.setattr(addresses, "_BUFFER", 256)
+    monkeypatch.setattr(storage, "REQUEST_BYTES", 256)
+    monkeypatch.setattr(storage, "_BUFFER", 256)
     write_json_lines(tmp_path / "a.jsonl", [f"{first} 7" for first in range(0, 7000, 7)])
     server = start("s3")
     config = DataConfig(kind="jsonl", path=f"{server.upload(tmp_path)}/a.jsonl", shuffle_buffer=1, sequence_length=7)
@@ -198,7 +198,7 @@ def test_a_retried_request_does_not_read_earlier_blocks_again(tmp_path, start, w
 
 
 def test_only_the_needed_row_groups_of_a_parquet_file_are_read(tmp_path, start, monkeypatch):
-    monkeypatch.setattr("noloco_jax.data.parquet_file._REMOTE_BUFFER_BYTES", 1 << 12)
+    monkeypatch.setattr("noloco_jax.data.parquet._REMOTE_BUFFER_BYTES", 1 << 12)
     rows = [np.random.default_rng(k).integers(0, 1 << 20, 512).tolist() for k in range(64)]
     write_rows(tmp_path / "a.parquet", {"input_ids": rows, "labels": rows}, row_group_size=2)
     server = start("s3")
@@ -250,7 +250,7 @@ def test_a_listed_file_that_was_deleted_ends_with_status_2(tmp_path, start, clea
     config = write_data("jsonl", tmp_path)
     server = start("s3")
     remote = moved_to(config, tmp_path, server.upload(tmp_path))
-    addresses.list_files(remote.path, recursive=True)
+    storage.list_files(remote.path, recursive=True)
     gone = f"{remote.path}/part 1.jsonl.gz"
     server.delete(gone)
     with pytest.raises(UserError, match=f"^{gone}: there is no such file") as caught:
@@ -299,8 +299,8 @@ def test_a_server_without_range_requests_is_refused(tmp_path, start, monkeypatch
     server = start("http")
     remote = moved_to(config, tmp_path, server.upload(tmp_path))
     monkeypatch.setattr(server, "sends_parts", False)
-    monkeypatch.setattr(addresses, "BLOCK", 64)
-    monkeypatch.setattr(addresses, "_BUFFER", 64)
+    monkeypatch.setattr(storage, "REQUEST_BYTES", 64)
+    monkeypatch.setattr(storage, "_BUFFER", 64)
     with pytest.raises(UserError, match="check the address, or download the file"):
         first_ids(remote, 1)
 

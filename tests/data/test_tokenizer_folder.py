@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.model.byte_tokenizer import byte_backend
+from noloco_jax.model.tokenizer_files import byte_backend
 from support.ports import free_port
 
 
@@ -157,7 +157,7 @@ def test_of_a_repository_no_more_is_fetched_than_the_tokenizer_needs(fill, tmp_p
 
     fill(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setattr("noloco_jax.data.tokenizer_folder._unreachable_hub", lambda: "")
+    monkeypatch.setattr("noloco_jax.data.tokenizers._unreachable_hub", lambda: "")
     assert load_tokenizer("somebody/something").encode("1").tolist() == [49]
     first, *more = fetched
     assert first[:2] == ("somebody/something", "tokenizer.json") and not first[-1]

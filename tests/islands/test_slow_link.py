@@ -14,8 +14,8 @@ from noloco_jax.islands.meetings import Meeting
 from noloco_jax.islands.network import Correction
 from noloco_jax.islands.payload import Message
 from noloco_jax.islands.transport import CALLS_OF_ONE
-from noloco_jax.tools.simulate.cost import Setting
-from noloco_jax.tools.simulate.report import completed_share
+from noloco_jax.tools.cost import Setting
+from noloco_jax.tools.simulate import completed_share
 from support import slow_links
 from support.island_world import Sim
 from support.live_island import WEIGHTS, LiveIsland

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.labels import IGNORED_LABEL
+from noloco_jax.data.source import IGNORED_LABEL
 from noloco_jax.model import attention
+from noloco_jax.model.architecture import loss
 from noloco_jax.model.attention import causal_attention
-from noloco_jax.model.kind import loss
 from support.model_makers import random_params
 from support.packed import apart, loss_apart, packed_batch
 

@@ -7,8 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from noloco_jax.data import ByteTokenizer, load_tokenizer
-from noloco_jax.model.byte_tokenizer import begin_with_bos
-from noloco_jax.model.tokenizer_files import save_tokenizer
+from noloco_jax.model.tokenizer_files import begin_with_bos, save_tokenizer
 
 
 @pytest.fixture(scope="module")

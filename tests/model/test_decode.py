@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import ModelConfig, RopeScaling
-from noloco_jax.model import huggingface, kind
-from noloco_jax.model.cache import Cache
+from noloco_jax.model import architecture, huggingface
+from noloco_jax.model.attention import Cache
 from noloco_jax.model.decode import generate
 from noloco_jax.model.llama import Llama
 from support.model_makers import random_params
@@ -36,7 +36,7 @@ def assert_greedy(config, params, prompts_BP, count):
 
     @jax.jit
     def logits(params, ids_BT):
-        model = kind.from_params(config, params)
+        model = architecture.from_params(config, params)
         return model.logits(model.hidden(ids_BT))
 
     length = prompts_BP.shape[1]

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from noloco_jax.config import ModelConfig, from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.model import kind
+from noloco_jax.model import architecture
 from noloco_jax.model.attention import causal_attention
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from noloco_jax.model.llama import Llama
@@ -81,10 +81,10 @@ def ours(name: str) -> Any:
 
     @jax.jit
     def results(params, batch):
-        (value, _), gradient = jax.value_and_grad(functools.partial(kind.loss, model_of(name)), has_aux=True)(
+        (value, _), gradient = jax.value_and_grad(functools.partial(architecture.loss, model_of(name)), has_aux=True)(
             params, batch
         )
-        return kind.from_params(model_of(name), params)(batch["input_ids"]), value, gradient
+        return architecture.from_params(model_of(name), params)(batch["input_ids"]), value, gradient
 
     batch = {part: golden(name)[part] for part in ("input_ids", "labels")}
     return results(load_params(FAMILIES / name, model_of(name)), batch)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.model import huggingface
-from noloco_jax.model.kind import loss
+from noloco_jax.model.architecture import loss
 from support import paths
 
 GOLDEN = paths.GOLDEN / "llama"

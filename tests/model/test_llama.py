@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import ModelConfig, RopeScaling
+from noloco_jax.model.architecture import init_params, loss, num_params, param_shapes
 from noloco_jax.model.attention import inverse_frequencies, rotate, rotation
 from noloco_jax.model.block import dense
-from noloco_jax.model.kind import init_params, loss, num_params, param_shapes
 from noloco_jax.model.llama import Llama
 from support.model_makers import random_params
 

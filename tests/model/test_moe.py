@@ -15,7 +15,7 @@ from flax import nnx
 
 from noloco_jax.config import MeshConfig, ModelConfig, TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.model import kind
+from noloco_jax.model import architecture
 from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.moe import Moe, MoeBlock, _mixed
 from noloco_jax.spmd.mesh import make_mesh
@@ -99,7 +99,7 @@ def gradient(remat: str) -> Any:
     """Return the loss, with its load-balancing part, and the gradient of a batch."""
     config = dataclasses.replace(EVERY_PART, remat=remat)
     batch = packed_batch([[5, 11], [16]], config.vocab_size)
-    return jax.jit(jax.value_and_grad(functools.partial(kind.loss, config), has_aux=True))(start(), batch)
+    return jax.jit(jax.value_and_grad(functools.partial(architecture.loss, config), has_aux=True))(start(), batch)
 
 
 def test_rematerialization_changes_no_gradient():
@@ -142,9 +142,9 @@ def test_the_load_balancing_loss_is_trained_but_neither_logged_nor_evaluated():
 
     @jax.jit
     def results(params):
-        evaluated, num_labels = kind.from_params(EVERY_PART, params).loss_sum(batch)
-        without, _ = kind.loss(dataclasses.replace(EVERY_PART, router_aux_loss_coef=0.0), params, batch)
-        trained = jax.value_and_grad(lambda params, part: kind.loss(EVERY_PART, params, part)[0])
+        evaluated, num_labels = architecture.from_params(EVERY_PART, params).loss_sum(batch)
+        without, _ = architecture.loss(dataclasses.replace(EVERY_PART, router_aux_loss_coef=0.0), params, batch)
+        trained = jax.value_and_grad(lambda params, part: architecture.loss(EVERY_PART, params, part)[0])
         values, gradients = jax.lax.map(lambda part: trained(params, part), parts)
         return evaluated / num_labels, without, values.mean(), jax.tree.map(lambda x: x.mean(axis=0), gradients)
 
@@ -164,7 +164,7 @@ def test_the_load_balancing_loss_is_a_term_of_the_mean_loss_whatever_labels_are_
     @jax.jit
     def term(labels_BT):
         value, plain = (
-            kind.loss(config, start(), {**batch, "labels": labels_BT})[0] for config in (EVERY_PART, without)
+            architecture.loss(config, start(), {**batch, "labels": labels_BT})[0] for config in (EVERY_PART, without)
         )
         return value - plain
 
@@ -175,7 +175,7 @@ def test_the_load_balancing_loss_is_a_term_of_the_mean_loss_whatever_labels_are_
 def test_fragments_cut_experts_biases_and_norms_along_their_hidden_dimension():
     """The embedding (vocabulary, hidden) along its columns; what has no hidden dimension along its last."""
     cuts = jax.tree.map_with_path(
-        lambda path, x: hidden_dimension(EVERY_PART, path, x.shape), kind.param_shapes(EVERY_PART)
+        lambda path, x: hidden_dimension(EVERY_PART, path, x.shape), architecture.param_shapes(EVERY_PART)
     )
     last = dict.fromkeys(("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "attention_norm", "mlp_norm"), 1)
     blocks = last | {"q": 1, "k": 1, "v": 1, "o": 2, "router": 1, "gate": 2, "up": 2, "down": 3}
@@ -184,11 +184,13 @@ def test_fragments_cut_experts_biases_and_norms_along_their_hidden_dimension():
 
 def test_active_parameters_and_operations_count_only_a_tokens_experts():
     expert, router, layers = 3 * 32 * 24, 32 * 6, 2
-    total, _ = kind.num_params(MODEL)
-    assert total - kind.num_active_params(MODEL) == layers * (6 - 2) * expert
+    total, _ = architecture.num_params(MODEL)
+    assert total - architecture.num_active_params(MODEL) == layers * (6 - 2) * expert
     dense = dataclasses.replace(MODEL, kind="llama")
-    assert Moe.forward_flops(MODEL, 16) - kind.kind_of(dense).forward_flops(dense, 16) == 2 * layers * (expert + router)
-    assert kind.num_active_params(dense) == kind.num_params(dense)[0]
+    assert Moe.forward_flops(MODEL, 16) - architecture.architecture_of(dense).forward_flops(dense, 16) == 2 * layers * (
+        expert + router
+    )
+    assert architecture.num_active_params(dense) == architecture.num_params(dense)[0]
 
 
 def test_expert_weights_are_sharded_along_their_inner_dimensions():

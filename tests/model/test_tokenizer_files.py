@@ -103,7 +103,7 @@ def test_a_qwen2_model_with_another_tokenizer_is_told_how_to_load_it(tmp_path, n
 
 
 def test_a_tokenizer_that_is_read_back_without_its_bos_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer_files, "_entries", lambda *_: {})
+    monkeypatch.setattr(tokenizer_files, "_config_entries", lambda *_: {})
     with pytest.warns(UserWarning, match="as TokenizersBackend, which makes other token ids"):
         export(tmp_path / "m", "byte", "llama")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.config import from_dict
-from noloco_jax.tools.network.figures import figures_of, step_seconds
+from noloco_jax.tools.network.report import figures_of, step_seconds
 
 
 def write(folder: Path, lines: list[dict]) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.errors import UserError
-from noloco_jax.tools.network import runs
+from noloco_jax.tools.network import command
 from noloco_jax.tools.network.links import Hosts, check_host
 
 pytestmark = pytest.mark.real_time
@@ -73,7 +73,7 @@ def test_a_byte_and_its_answer_take_two_latencies(tmp_path: Path):
 
 def test_processes_that_fail_at_the_same_moment_are_an_error_with_the_last_line_of_the_log(tmp_path: Path):
     with Hosts([float("inf")] * 2, 0, tmp_path) as hosts, pytest.raises(UserError, match="host0 failed: too bad"):
-        runs.run_on_hosts(hosts, [["sh", "-c", "echo too bad; exit 2"]] * 2, tmp_path, [{}] * 2)
+        command.run_on_hosts(hosts, [["sh", "-c", "echo too bad; exit 2"]] * 2, tmp_path, [{}] * 2)
 
 
 def namespaces() -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 from noloco_jax.config import parse_args
 from noloco_jax.errors import UserError
 from noloco_jax.islands import command as island
-from noloco_jax.tools.simulate import command as simulate
+from noloco_jax.tools import simulate
 
 LINK = "--params=1B --bandwidth=1Gbit --latency=0 --step_time=1s --replicas=8"
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict
-from noloco_jax.model.kind import num_params
-from noloco_jax.tools.simulate.cost import (
+from noloco_jax.model.architecture import num_params
+from noloco_jax.tools.cost import (
     Setting,
     all_exchange,
     collectives,

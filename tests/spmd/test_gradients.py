@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import ModelConfig, TrainConfig, from_dict
-from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model.kind import loss
+from noloco_jax.data.source import IGNORED_LABEL
+from noloco_jax.model.architecture import loss
 from noloco_jax.spmd import losses
 from noloco_jax.spmd.gradients import label_weights, replica_gradient
 from noloco_jax.spmd.losses import build_losses, replicas_at_once

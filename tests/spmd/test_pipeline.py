@@ -10,7 +10,7 @@ import pytest
 
 from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.model.kind import init_params, loss
+from noloco_jax.model.architecture import init_params, loss
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.pipeline.routes import draw_routes, route_pool
 from noloco_jax.spmd.programs import TrainState, build_programs

@@ -6,8 +6,7 @@ from pathlib import Path
 from noloco_jax.config import save_config
 from noloco_jax.metrics.writer import MetricWriter
 from noloco_jax.spmd.inner import learning_rates
-from noloco_jax.tools.compare.plan import Plan, PlannedRun, make_plan
-from noloco_jax.tools.compare.variants import make_variants
+from noloco_jax.tools.compare.plan import ComparisonPlan, PlannedRun, make_plan, make_variants
 from noloco_jax.tools.sweep import parse_sweep
 
 METHODS = ["ddp", "diloco", "noloco", "local"]
@@ -46,7 +45,7 @@ def plan_of(
     seeds: int = 1,
     vary: str | Sequence[str] = (),
     tune: str | None = None,
-) -> Plan:
+) -> ComparisonPlan:
     choices = [parse_sweep(text, "--vary") for text in ([vary] if isinstance(vary, str) else vary)]
     return make_plan(
         config_file,
@@ -58,7 +57,7 @@ def plan_of(
     )
 
 
-def only(plan: Plan, title: str) -> PlannedRun:
+def only(plan: ComparisonPlan, title: str) -> PlannedRun:
     (run,) = (run for run in plan.runs if run.variant.title == title)
     return run
 
@@ -95,7 +94,7 @@ def arguments(config_file: str, workdir: Path, *others: str) -> list[str]:
     return [f"--config={config_file}", f"--workdir={workdir}", *others]
 
 
-def finished(config_file: str, workdir: Path, **settings) -> Plan:
+def finished(config_file: str, workdir: Path, **settings) -> ComparisonPlan:
     """Plans runs and writes what each leaves at its end."""
     plan = plan_of(config_file, **settings)
     for number, run in enumerate(plan.runs):

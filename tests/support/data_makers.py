@@ -17,8 +17,8 @@ from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
 from noloco_jax.data import HostBatch, RunData, Stream
 from noloco_jax.data.documents import ReplicaDocuments, read_records
-from noloco_jax.data.open_sources import open_source
 from noloco_jax.data.positions import DataPosition
+from noloco_jax.data.run_data import open_source
 from noloco_jax.data.source import SourceOptions
 
 OPTIONS = SourceOptions("", "data.path", "train", True, exclude="", seed=0, shuffle_buffer=1, text_column="text")

@@ -10,18 +10,18 @@ import numpy as np
 from noloco_jax.checkpoint.store import Checkpointer
 from noloco_jax.config import ModelConfig, TrainConfig, save_config
 from noloco_jax.data import load_tokenizer
-from noloco_jax.model import kind
+from noloco_jax.model import architecture
 from noloco_jax.spmd.programs import TrainState
 
 
-def random_params(config: ModelConfig, scale: float = 1.0) -> kind.Params:
+def random_params(config: ModelConfig, scale: float = 1.0) -> architecture.Params:
     """Numpy parameters, normal with deviation `scale`."""
-    shapes = kind.param_shapes(config)
+    shapes = architecture.param_shapes(config)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: (scale * rng.standard_normal(x.shape, np.float32)).astype(x.dtype), shapes)
 
 
-def make_run(workdir: Path, config: TrainConfig, **facts: Any) -> list[kind.Params]:
+def make_run(workdir: Path, config: TrainConfig, **facts: Any) -> list[architecture.Params]:
     """Write a run of one checkpoint with facts on its data, as the trainer does; return each replica's parameters."""
     replicas = [jax.tree.map(lambda leaf, by=by: leaf * by, random_params(config.model)) for by in (1, 3, -2, 6)]
     replicas = replicas[: config.num_replicas]

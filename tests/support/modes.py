@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
-from noloco_jax.model.kind import init_params
+from noloco_jax.model.architecture import init_params
 from noloco_jax.optim.methods import METHODS
 from noloco_jax.spmd.background import compile_background, host_mesh, is_in_background
 from noloco_jax.spmd.compile import compile_programs

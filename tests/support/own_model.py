@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model import kind
-from noloco_jax.model.kind import Stages, stacked, weight
+from noloco_jax.model import architecture
+from noloco_jax.model.architecture import Stages, stacked, weight
 from noloco_jax.model.placement import look_up
 from support.tiny_model import Tiny
 
@@ -20,7 +20,7 @@ def draw(rngs: nnx.Rngs, *shape: int) -> jax.Array:
     return 0.1 * jax.random.normal(rngs.params(), shape)
 
 
-class Model(kind.Model):
+class Model(architecture.Model):
     """The token before, turned by a matrix, and this one."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model import kind
+from noloco_jax.data.source import IGNORED_LABEL
+from noloco_jax.model import architecture
 
 
 class Piece(NamedTuple):
@@ -56,6 +56,6 @@ def loss_apart(config: ModelConfig, params: Any, rows: dict[str, np.ndarray]) ->
 
     The model's attention is causal, so what follows a document does not affect it.
     """
-    log_p_NTV = jax.nn.log_softmax(kind.from_params(config, params)(rows["input_ids"]))
+    log_p_NTV = jax.nn.log_softmax(architecture.from_params(config, params)(rows["input_ids"]))
     nll_NT = -jnp.take_along_axis(log_p_NTV, jnp.maximum(rows["labels"], 0)[..., None], axis=-1)[..., 0]
     return jnp.where(rows["labels"] == IGNORED_LABEL, 0.0, nll_NT).sum()

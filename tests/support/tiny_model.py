@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model import kind
-from noloco_jax.model.kind import Stages, stacked, weight
+from noloco_jax.model import architecture
+from noloco_jax.model.architecture import Stages, stacked, weight
 from noloco_jax.model.loss import token_nll
 from noloco_jax.model.placement import look_up
 
@@ -37,7 +37,7 @@ class Block(nnx.Module):
         return h_BTD + jnp.tanh(h_BTD.cumsum(axis=1) / positions_1T1 @ self.up[...]) @ self.down[...]
 
 
-class Tiny(kind.Model):
+class Tiny(architecture.Model):
     """Blocks of two matrices between a table of tokens and a head.
 
     A subclass may have other blocks and name its fields otherwise, in `stages`.

@@ -14,8 +14,8 @@ import pytest
 
 from noloco_jax.config import load_config
 from noloco_jax.data import RunData, load_tokenizer
+from noloco_jax.data.source import IGNORED_LABEL
 from noloco_jax.errors import UserError
-from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.tools import tokenize
 from support.paths import ROOT, SHARED
 from support.texts import lines_of_words

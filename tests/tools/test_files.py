@@ -9,12 +9,12 @@ import pytest
 
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import (
-    check_name,
+    check_checkpoint_path,
     check_writable,
     folder_of_flag,
-    full_disk_told,
+    full_disk_reported,
     is_full_disk,
-    without_room,
+    no_room_message,
     write_whole,
 )
 
@@ -54,7 +54,7 @@ def test_a_killed_processs_temporary_file_is_removed_by_the_next_write(tmp_path,
 def test_a_full_disk_is_a_transient_error_that_names_the_folder(tmp_path):
     with (
         pytest.raises(TransientError, match=f"{tmp_path}: no space left on device: make room"),
-        full_disk_told(tmp_path),
+        full_disk_reported(tmp_path),
         Path("/dev/full").open("w") as file,
     ):
         file.write("text")
@@ -73,7 +73,7 @@ def test_a_full_disk_is_recognized_by_number_or_words(error, is_full):
 
 
 def test_errors_other_than_a_full_disk_are_unchanged(tmp_path):
-    with pytest.raises(FileNotFoundError), full_disk_told(tmp_path):
+    with pytest.raises(FileNotFoundError), full_disk_reported(tmp_path):
         (tmp_path / "absent").read_text()
 
 
@@ -82,7 +82,7 @@ def test_errors_other_than_a_full_disk_are_unchanged(tmp_path):
     [
         ("", "names no folder"),
         *((address, "is an address") for address in ("gs://bucket/run", "s3://b/run", "hf+http://there", "gs:/bucket")),
-        ("~nobody_of_this_name/run", "home folder of nobody"),
+        ("~nobody_of_this_name/run", "there is no user of this name here"),
     ],
 )
 def test_a_flag_that_names_no_folder_is_refused(text, message):
@@ -128,15 +128,15 @@ def test_a_folder_in_which_none_can_be_made_is_refused_whatever_its_permissions_
 def test_a_disk_without_room_for_a_checkpoint_is_told_with_both_sizes(tmp_path, monkeypatch):
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40 - 2**20, 2**20))
-    assert without_room(tmp_path / "run", 2**20) == ""
-    told = without_room(tmp_path / "run", 3 * 2**20)
+    assert no_room_message(tmp_path / "run", 2**20) == ""
+    told = no_room_message(tmp_path / "run", 3 * 2**20)
     assert told.startswith(f"{tmp_path / 'run'}: a checkpoint takes about 3 MiB, and 1 MiB are free: make room")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
-    assert without_room(tmp_path / "run", 2**50) == ""
+    assert no_room_message(tmp_path / "run", 2**50) == ""
 
 
 @pytest.mark.parametrize("name", ["lr=[1e-3]/run", "back\\slash", "a]"])
 def test_a_path_from_which_checkpoints_could_not_be_read_is_refused(name):
     with pytest.raises(UserError, match=r"could not be read again .*: give another folder"):
-        check_name(Path(name))
-    check_name(Path("with spaces, é, #, ?, * and {x}"))
+        check_checkpoint_path(Path(name))
+    check_checkpoint_path(Path("with spaces, é, #, ?, * and {x}"))

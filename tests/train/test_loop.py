@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from noloco_jax.checkpoint.totals import Totals
+from noloco_jax.checkpoint.record import Totals
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.console import Progress

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.kind import from_params, stages_of
+from noloco_jax.model.architecture import from_params, stages_of
 from noloco_jax.model.loss import token_nll
 from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches, widened
 

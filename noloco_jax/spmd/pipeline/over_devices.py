@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.kind import from_params, stages_of
+from noloco_jax.model.architecture import from_params, stages_of
 from noloco_jax.model.loss import token_nll
 from noloco_jax.optim.exchange.permute import Routes, device_routes, permute_blocks
 from noloco_jax.optim.exchange.swap import NOWHERE

@@ -26,36 +26,59 @@ import json
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import TrainConfig, load_config, make_parser, split_overrides, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
+from noloco_jax.formatting import (
+    format_bytes,
+    format_count,
+    format_memory,
+    format_percent,
+    format_seconds,
+    format_si,
+    format_tokens_per_second,
+    markdown_table,
+)
 from noloco_jax.metrics.console import make_console
-from noloco_jax.tools.bench.report import FAILED, REFUSED, Result, Row, show
 from noloco_jax.tools.sweep import check_given_once, combinations, parse_sweep
+
+Result = dict[str, Any]  # of a variant: `measure`'s figures, or `error` and `status`
+FAILED, REFUSED = 1, 2  # exit statuses of a variant that has no figures
+_DATA_MARGIN = 3  # the data pipeline alone should be this many times as fast as the trainer
+
+
+class BenchRow(NamedTuple):
+    """A variant and its result."""
+
+    label: str
+    config: TrainConfig
+    result: Result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every variant; return the exit status."""
     overrides, own = split_overrides(list(sys.argv[1:] if argv is None else argv))
     flags = _parser().parse_args(own)
-    _check(flags)
-    variants = make_variants(flags.config, overrides, flags.vary)
+    _check_flags(flags)
+    variants = bench_variants(flags.config, overrides, flags.vary)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM ends the variant's process too
     console = make_console()
     options = {name: getattr(flags, name) for name in ("steps", "data_seconds", "compile_only", "profile")}
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for number, (label, config) in enumerate(variants, start=1):
         if len(variants) > 1:
             console.print(f"{number}/{len(variants)}  {label}", style="dim")
-        rows.append(Row(label, config, in_own_process(work, to_dict(config), options)))
+        rows.append(BenchRow(label, config, in_own_process(start_measurement, to_dict(config), options)))
         if flags.json is not None:
-            _write(flags.json, flags.config, rows)
+            _write_figures(flags.json, flags.config, rows)
     statuses = {row.result["status"] for row in rows if "error" in row.result}
     if len(rows) == 1 and statuses == {REFUSED}:
         raise UserError(rows[0].result["error"])
@@ -80,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(flags: argparse.Namespace) -> None:
+def _check_flags(flags: argparse.Namespace) -> None:
     if flags.steps < 1:
         raise UserError(f"--steps={flags.steps} is no number of steps: give 1 or more")
     if not 0 <= flags.data_seconds < float("inf"):
@@ -93,7 +116,7 @@ def _check(flags: argparse.Namespace) -> None:
         raise UserError(f"--json={flags.json}: there is no folder {flags.json.parent}, make it first")
 
 
-def make_variants(file: str, overrides: Sequence[str], vary: Sequence[str]) -> list[tuple[str, TrainConfig]]:
+def bench_variants(file: str, overrides: Sequence[str], vary: Sequence[str]) -> list[tuple[str, TrainConfig]]:
     """Return (label, configuration) of every combination of the varied values; without any, the configuration itself.
 
     Args:
@@ -137,7 +160,7 @@ def in_own_process(work: Callable[..., None], *arguments: Any) -> Result:
         process.join()
 
 
-def work(sender: Connection, *arguments: Any) -> None:
+def start_measurement(sender: Connection, *arguments: Any) -> None:
     """Measure a variant in this process; see `measure.work`."""
     keep_freed_memory()
     from noloco_jax.tools.bench import measure  # imports jax
@@ -145,7 +168,85 @@ def work(sender: Connection, *arguments: Any) -> None:
     measure.work(sender, *arguments)
 
 
-def _write(path: Path, file: str, rows: Sequence[Row]) -> None:
+def _write_figures(path: Path, file: str, rows: Sequence[BenchRow]) -> None:
     """Write the figures measured so far."""
     runs = [{"variant": row.label, **row.result, "config": to_dict(row.config)} for row in rows]
     write_whole(path, json.dumps({"config_file": file, "runs": runs}, indent=1) + "\n")
+
+
+def _quartiles(times: Mapping[str, float]) -> str:
+    return f"{format_seconds(times['lower_quartile'])} - {format_seconds(times['upper_quartile'])}"
+
+
+# Heading, the path to a figure in a result, and its format.
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("step", "step_seconds median", format_seconds),
+    ("quartiles", "step_seconds", _quartiles),
+    ("tokens/s", "tokens_per_second", format_count),
+    ("FLOP/s", "model_flops_per_second", format_si),
+    ("MFU", "mfu", format_percent),
+    ("data tokens/s", "data_tokens_per_second", format_count),
+    ("outer step", "outer_step_seconds median", format_seconds),
+    ("share of run", "outer_share", format_percent),
+    ("sent", "bytes_sent", format_bytes),
+    ("sent in inner", "bytes_sent_inner_step", format_bytes),
+    ("memory", "peak_memory_bytes", format_memory),
+    ("compile inner", "compile_seconds inner_step", format_seconds),
+    ("compile outer", "compile_seconds outer_step", format_seconds),
+    ("pairings", "pairings", str),
+)
+
+
+def show(rows: Sequence[BenchRow], file: str, console: Console) -> None:
+    """Print a table of the measured variants and notes on it, then the variants that failed.
+
+    Args:
+      rows: the variants with their results.
+      file: the config file, for the title.
+      console: where to print.
+    """
+    measured = [row for row in rows if "error" not in row.result]
+    if measured:
+        first = measured[0].result
+        console.print(f"{file}: jax {first['jax']}, {first['device']}", style="bold")
+        console.print(_figures_table(measured))
+        for line in _notes(measured):
+            console.print(line)
+    for row in rows:
+        if "error" in row.result:
+            console.print(f"failed: {row.label}: {row.result['error']}", style="bold red")
+
+
+def _figures_table(rows: Sequence[BenchRow]) -> str:
+    """Return the table, without columns that have no figure, and with dashes for figures that do not apply."""
+    columns = [(heading, [_cell(row.result, path, write) for row in rows]) for heading, path, write in _COLUMNS]
+    columns = [("variant", [row.label for row in rows]), *(column for column in columns if any(column[1]))]
+    cells = zip(*(column for _, column in columns), strict=True)
+    return markdown_table([heading for heading, _ in columns], [[cell or "-" for cell in row] for row in cells])
+
+
+def _cell(result: Result, path: str, write: Callable[[Any], str]) -> str:
+    value: Any = result
+    for name in path.split():
+        value = value.get(name) if value is not None else None
+    return "" if value is None else write(value)
+
+
+def _notes(rows: Sequence[BenchRow]) -> Iterator[str]:
+    for row in rows:
+        data = row.result.get("data_tokens_per_second")
+        if data is not None and data < _DATA_MARGIN * (trainer := row.result["tokens_per_second"]):
+            yield (
+                f"warning: {row.label}: the data pipeline alone makes {format_tokens_per_second(data)}, less than "
+                f"{_DATA_MARGIN} times the trainer's {format_count(trainer)}: raise data.num_workers="
+                f"{row.config.data.num_workers}"
+            )
+    for name, note in (
+        ("data_missing", "data not measured: {}"),
+        ("peak_from", "MFU: relative to {}"),
+        ("peak_memory_from", "memory: the most on one device, by {}"),
+        ("profile", "profile: `xprof --logdir={}` (pip install xprof), or its .json.gz in ui.perfetto.dev"),
+    ):
+        for value in dict.fromkeys(row.result.get(name) for row in rows):
+            if value:
+                yield note.format(value)

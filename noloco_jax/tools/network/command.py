@@ -17,14 +17,19 @@ Run it as root, with iproute2 installed. The network is gone when the command en
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
+import os
 import re
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from noloco_jax.config import (
     CONFIG_FILE,
@@ -38,20 +43,21 @@ from noloco_jax.config import (
 )
 from noloco_jax.data import RunData
 from noloco_jax.errors import UserError
-from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, one_command_in, write_whole
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_reported, one_command_in, write_whole
 from noloco_jax.formatting import format_bandwidth, format_seconds, parse_bandwidth, parse_seconds
+from noloco_jax.islands import members
 from noloco_jax.metrics.console import make_console
 from noloco_jax.metrics.writer import METRICS_FILE, read_metrics
 from noloco_jax.tools.compare.command import with_plans
-from noloco_jax.tools.compare.plan import PlannedRun, make_plan
-from noloco_jax.tools.compare.variants import make_variants
-from noloco_jax.tools.network.figures import figures_of, step_seconds
+from noloco_jax.tools.compare.plan import PlannedRun, make_plan, make_variants
 from noloco_jax.tools.network.links import Hosts, check_host
-from noloco_jax.tools.network.report import Row, draw, table
-from noloco_jax.tools.network.runs import train, train_islands
+from noloco_jax.tools.network.report import NetworkRow, draw_network, figures_of, network_table, step_seconds
 
 UNLIMITED = "unlimited"
 _ALONE_STEPS, _ALONE_LOG = 60, 5  # of the run that measures a step without exchanges
+_POLL_SECONDS = 0.2
+_STOP_SECONDS = 30.0  # for processes to end after SIGTERM
+_COORDINATOR_PORT, _ISLAND_PORT = 7000, 7070
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     slow_rate = None if flags.slow_rate is None else _rate(flags.slow_rate, "--slow_rate")
     latency = parse_seconds(flags.latency, "--latency", zero=True)
     plan = make_plan(flags.config, overrides, make_variants(flags.methods, flags.variant), 1)
-    _check(flags.hosts, plan.runs, flags.islands)
+    _check_runs(flags.hosts, plan.runs, flags.islands)
     for data, replicas, vocabulary in {
         (run.config.data, run.config.num_replicas, run.config.model.vocab_size) for run in plan.runs
     }:
@@ -71,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_writable(flags.workdir)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the runs are told to save
     console = make_console()
-    with one_command_in(flags.workdir, "lock", f"{flags.workdir} is in use"), full_disk_told(flags.workdir):
-        rows: list[Row] = []
+    with one_command_in(flags.workdir, "lock", f"{flags.workdir} is in use"), full_disk_reported(flags.workdir):
+        rows: list[NetworkRow] = []
         for rate in rates:
             of_hosts = [rate] * (flags.hosts - 1) + [rate if slow_rate is None else slow_rate]
             for run, as_islands in _forms(plan.runs, flags.islands):
@@ -85,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 workdir = _trained(folder, run.config, of_hosts, latency, as_islands)
                 figures = figures_of(workdir, run.config, alone)
                 rate_of_replica = min(of_hosts) if run.config.num_replicas == flags.hosts else math.inf
-                rows.append(Row(name, links, rate_of_replica, figures, flags.perplexity))
-                draw(rows, flags.workdir / "network.png", flags.perplexity)
-                write_whole(flags.workdir / "network.md", table(rows) + "\n")
-        console.print(table(rows))
+                rows.append(NetworkRow(name, links, rate_of_replica, figures, flags.perplexity))
+                draw_network(rows, flags.workdir / "network.png", flags.perplexity)
+                write_whole(flags.workdir / "network.md", network_table(rows) + "\n")
+        console.print(network_table(rows))
         console.print(f"written: {flags.workdir / 'network.md'} and network.png")
     return 0
 
@@ -117,7 +123,7 @@ def _named(rate: float) -> str:
     return UNLIMITED if rate == math.inf else format_bandwidth(rate)
 
 
-def _check(hosts: int, runs: Sequence[PlannedRun], islands: bool) -> None:
+def _check_runs(hosts: int, runs: Sequence[PlannedRun], islands: bool) -> None:
     if not 2 <= hosts <= 250:
         raise UserError(f"--hosts={hosts}: give 2 to 250 hosts")
     for run in runs:
@@ -166,7 +172,7 @@ def _trained(folder: Path, config: TrainConfig, rates: Sequence[float], latency:
     planned = folder / "planned.json"
     write_whole(planned, json.dumps(to_dict(config)))
     with Hosts(rates, latency, folder) as hosts:
-        (train_islands if as_islands else train)(hosts, len(rates), planned, folder)
+        (train_islands if as_islands else train_on_hosts)(hosts, len(rates), planned, folder)
     return workdir
 
 
@@ -184,3 +190,70 @@ def _seconds_alone(config: TrainConfig, hosts: int, workdir: Path) -> float:
     alone = from_dict(own | {"method": "local", "eval_batches": 1})
     digest = hashlib.sha256(json.dumps(to_dict(alone), sort_keys=True).encode()).hexdigest()[:8]
     return step_seconds(_trained(workdir / f"alone-{digest}", alone, [math.inf] * hosts, 0.0, False))
+
+
+def train_on_hosts(hosts: Hosts, number: int, config: Path, workdir: Path) -> None:
+    """Train a configuration with a process on each of `number` hosts, in one workdir.
+
+    Raises:
+      UserError: if a process fails; it names the log and the last line of it.
+    """
+    command = [sys.executable, "-m", "noloco_jax.train", f"--config={config}", f"--workdir={workdir}"]
+    of_all = {"JAX_COORDINATOR_ADDRESS": f"{hosts.address(0)}:{_COORDINATOR_PORT}", "JAX_NUM_PROCESSES": str(number)}
+    run_on_hosts(
+        hosts, [command] * number, workdir, [{**of_all, "JAX_PROCESS_ID": str(host)} for host in range(number)]
+    )
+
+
+def train_islands(hosts: Hosts, number: int, config: Path, workdir: Path) -> None:
+    """Train a configuration as islands, one on each host, with the workdirs WORKDIR/host0, WORKDIR/host1, ...
+
+    Raises:
+      UserError: as `train_on_hosts` does.
+    """
+    roster, keys = workdir / "roster.toml", workdir / "keys"
+    if not roster.exists():
+        rows = [f'[[island]]\nname = "host{i}"\naddress = "{hosts.address(i)}:{_ISLAND_PORT}"\n' for i in range(number)]
+        roster.write_text("\n".join(['run = "network"\n', *rows]))
+    with (workdir / "keys.log").open("w") as log, contextlib.redirect_stdout(log):
+        members.keys(argparse.Namespace(roster=roster, out=keys, days=90, replace=[]))  # those that are missing
+    common = [sys.executable, "-m", "noloco_jax.island", "train", f"--config={config}", f"--roster={roster}"]
+    own = [[f"--name=host{i}", f"--keys={keys}/host{i}", f"--workdir={workdir}/host{i}"] for i in range(number)]
+    run_on_hosts(hosts, [[*common, *flags] for flags in own], workdir, [{}] * number)
+
+
+def run_on_hosts(
+    hosts: Hosts, commands: Sequence[Sequence[str]], workdir: Path, variables: Sequence[dict[str, str]]
+) -> None:
+    """Run a command on each host to its end, with its output in WORKDIR/hostI.log; if one fails, end the others.
+
+    Raises:
+      UserError: if one fails.
+    """
+    logs = [workdir / f"host{host}.log" for host in range(len(commands))]
+    processes: list[subprocess.Popen[Any]] = []
+    try:
+        for host, (command, log, own) in enumerate(zip(commands, logs, variables, strict=True)):
+            with log.open("ab") as output:
+                options = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+                environment = os.environ | {"JAX_PLATFORMS": "cpu"} | own
+                processes.append(hosts.start(host, command, env=environment, **options))
+        while True:
+            statuses = [process.poll() for process in processes]
+            if failed := [i for i, status in enumerate(statuses) if status]:
+                words = logs[failed[0]].read_text(errors="replace").strip().splitlines() or ["no word"]
+                raise UserError(f"the process on host{failed[0]} failed: {words[-1]} ({logs[failed[0]]})")
+            if None not in statuses:
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # workers that read data too
+                process.wait()

@@ -3,13 +3,25 @@
 Every host is a process that holds a network namespace, a host name and an /etc/hosts of its own, and so is the switch
 with the bridge. Nothing has a name outside of them: when their processes end, the kernel removes all links. They end
 with the process that made them, however that ends.
+
+    nsenter --target=SWITCH --net python -m noloco_jax.tools.network.links SECONDS HOST_PID ...
+
+forwards packets and holds each for a while: the latency of links where the kernel has no netem. It makes a pair of tap
+devices for every host, `eth0` in the host's namespace and `portI` in its own. A frame that is sent through one of them
+leaves the other after so many seconds. It prints `ready` once all devices are there, and runs until it is killed.
 """
 
+import collections
 import contextlib
+import ctypes
+import fcntl
 import os
+import select
 import shutil
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +34,9 @@ _BURST = 65_536  # bytes that a link may send at once
 _TICKS = 200  # bursts a second, at least, by which the kernel's token bucket reaches a fast link's rate
 _QUEUE_SECONDS = 0.2  # how long a packet waits at most before it is dropped
 _WAIT_SECONDS = 30.0
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # of linux/if_tun.h
+_FRAME_BYTES = 65_536  # bytes
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_host() -> None:
@@ -124,7 +139,7 @@ class Hosts:
 
     def _delay_by_forwarder(self, stack: contextlib.ExitStack) -> None:
         """Make links of tap devices, whose packets a process holds for half of the latency at each end."""
-        program = [sys.executable, "-m", "noloco_jax.tools.network.delay", str(self._latency / 2)]
+        program = [sys.executable, "-m", "noloco_jax.tools.network.links", str(self._latency / 2)]
         command = ["nsenter", f"--target={self._held[0].pid}", "--net", *program]
         command += [str(host.pid) for host in self._held[1:]]
         if not _is_ready(_start(stack, command, stderr=subprocess.DEVNULL)):
@@ -149,3 +164,47 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait(_WAIT_SECONDS)
     if process.stdout is not None:
         process.stdout.close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Forward until the process is killed."""
+    hold, own = float(arguments[0]), os.open("/proc/self/ns/net", os.O_RDONLY)
+    other: dict[int, int] = {}
+    for number, pid in enumerate(arguments[1:]):
+        port = _tap(f"port{number}")
+        _enter(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY))
+        host = _tap("eth0")
+        _enter(own)
+        other |= {port: host, host: port}
+    print("ready", flush=True)
+    waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()  # in the order of their times
+    poll = select.epoll()
+    for device in other:
+        poll.register(device, select.EPOLLIN)
+    while True:
+        timeout = max(waiting[0][0] - time.monotonic(), 0.0) if waiting else -1
+        for device, _ in poll.poll(timeout):
+            frame = os.read(device, _FRAME_BYTES)
+            waiting.append((time.monotonic() + hold, other[device], frame))
+        now = time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, device, frame = waiting.popleft()
+            try:
+                os.write(device, frame)
+            except OSError:  # a device that is down, or full, drops what comes
+                continue
+
+
+def _tap(name: str) -> int:
+    device = os.open(Path("/dev/net/tun"), os.O_RDWR)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
+    return device
+
+
+def _enter(namespace: int) -> None:
+    if _libc.setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,19 +1,104 @@
-"""Table and picture of runs on slow links."""
+"""Figures of runs on slow links, from their metrics.jsonl; their table and picture."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from noloco_jax.config import TrainConfig
 from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bytes, format_count, format_percent, format_seconds, markdown_table
-from noloco_jax.tools.network.figures import Figures
+from noloco_jax.metrics.writer import read_metrics
 
-_NONE = "–"
+_NO_FIGURE = "–"
 _DASHES = ("-", "--", ":", "-.")
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a run on its links; seconds are without those of evaluations.
+
+    Attributes:
+      step_seconds: of an inner step, its share of the exchanges included.
+      exchange_bytes: that a replica sends in an exchange.
+      exchanges_per_step: number of them.
+      compute_seconds: of an inner step alone, with as many processes on the same machine.
+      tokens_per_step: tokens of all replicas.
+      curve: (E, 2) seconds since the first step, and perplexity, of every evaluation.
+    """
+
+    step_seconds: float
+    exchange_bytes: float
+    exchanges_per_step: float
+    compute_seconds: float
+    tokens_per_step: int
+    curve: np.ndarray
+
+    @property
+    def computing(self) -> float:
+        """Share of the time in which inner steps are computed."""
+        return min(self.compute_seconds / self.step_seconds, 1.0)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds by which an exchange makes the run longer."""
+        return max(self.step_seconds - self.compute_seconds, 0.0) / self.exchanges_per_step
+
+    def seconds_to(self, perplexity: float) -> float:
+        """Return the seconds until the perplexity is reached, between evaluations by its logarithm; or infinity."""
+        seconds, values = self.curve.T
+        reached = np.flatnonzero(values <= perplexity)
+        if not len(reached):
+            return math.inf
+        last = int(reached[0])
+        if last == 0:
+            return float(seconds[0])
+        here = slice(last - 1, last + 1)
+        return float(np.interp(-math.log(perplexity), -np.log(values[here]), seconds[here]))
+
+
+def step_seconds(workdir: Path) -> float:
+    """Return the mean seconds of the inner steps between the first and the last logged one, without evaluations."""
+    metrics = read_metrics(workdir)
+    return _step_seconds([line for line in metrics if line["kind"] == "train"], _evaluations(metrics))
+
+
+def figures_of(workdir: Path, config: TrainConfig, compute_seconds: float) -> Figures:
+    """Return the figures of a finished run.
+
+    Args:
+      workdir: of the run, or of one of its islands.
+      config: the run's.
+      compute_seconds: of an inner step alone.
+    """
+    metrics = read_metrics(workdir)
+    steps, evaluations = [line for line in metrics if line["kind"] == "train"], _evaluations(metrics)
+    outer = [line for line in steps if line.get("outer_steps")]
+    step = _step_seconds(steps, evaluations)
+    if outer:
+        number = sum(line["outer_steps"] for line in outer)
+        sent, per_step = sum(line["bytes_sent"] for line in outer) / number, number / steps[-1]["step"]
+    else:  # gradients, at every step
+        sent, per_step = steps[-1].get("bytes_sent_inner_step", 0), 1.0
+    training = np.cumsum([line["evaluation_seconds"] for line in evaluations])
+    curve = [(line["seconds"] - before, line["perplexity"]) for line, before in zip(evaluations, training, strict=True)]
+    return Figures(step, sent, per_step, compute_seconds, config.tokens_per_step, np.array(curve))
+
+
+def _evaluations(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in metrics if line["kind"] == "eval"]
+
+
+def _step_seconds(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> float:
+    first, last = steps[0], steps[-1]
+    evaluating = sum(line["evaluation_seconds"] for line in evaluations if first["step"] <= line["step"] < last["step"])
+    return (last["seconds"] - first["seconds"] - evaluating) / (last["step"] - first["step"])
+
+
+class NetworkRow(NamedTuple):
     """A run.
 
     Attributes:
@@ -31,7 +116,7 @@ class Row(NamedTuple):
     perplexity: float | None
 
 
-def table(rows: Sequence[Row]) -> str:
+def network_table(rows: Sequence[NetworkRow]) -> str:
     """Return the table in Markdown."""
     header = ["method", "links", "step", "computing", "sent", "exchange", "over bytes/rate", "tokens/s", "perplexity"]
     target = rows[0].perplexity
@@ -40,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: NetworkRow) -> list[str]:
     own = row.figures
     least, seconds = 8 * own.exchange_bytes / row.rate, own.exchange_seconds
     cells = [
@@ -48,19 +133,19 @@ def _cells(row: Row) -> list[str]:
         row.links,
         format_seconds(own.step_seconds),
         format_percent(own.computing),
-        format_bytes(own.exchange_bytes) if own.exchange_bytes else _NONE,
-        format_seconds(seconds) if own.exchange_bytes else _NONE,
-        f"{seconds / least:.2f}" if least > 0 else _NONE,
+        format_bytes(own.exchange_bytes) if own.exchange_bytes else _NO_FIGURE,
+        format_seconds(seconds) if own.exchange_bytes else _NO_FIGURE,
+        f"{seconds / least:.2f}" if least > 0 else _NO_FIGURE,
         format_count(own.tokens_per_step / own.step_seconds),
         f"{own.curve[-1, 1]:.2f}",
     ]
     if row.perplexity is not None:
         reached = own.seconds_to(row.perplexity)
-        cells.append(_NONE if math.isinf(reached) else format_seconds(reached))
+        cells.append(_NO_FIGURE if math.isinf(reached) else format_seconds(reached))
     return cells
 
 
-def draw(rows: Sequence[Row], path: Path, perplexity: float | None) -> None:
+def draw_network(rows: Sequence[NetworkRow], path: Path, perplexity: float | None) -> None:
     """Draw the perplexity against seconds, a panel for the links of each rate."""
     from matplotlib import colormaps  # here: slow to import
     from matplotlib.figure import Figure

@@ -1,10 +1,32 @@
-"""Report of `python -m noloco_jax.simulate`: a setting that fits the link, and the costs of methods and formats."""
+"""Find a setting that fits your links, and what each method costs on them.
 
+    python -m noloco_jax.simulate --params=1.3B --bandwidth=1Gbit --latency=40ms --step_time=2s --replicas=16
+    python -m noloco_jax.simulate --config=configs/c4_1b.py --bandwidth=100Mbit --step_time=2s --islands
+    python -m noloco_jax.simulate --params=1.3B --fragments=8 --wire=int8 --sync_every=25
+
+--config takes parameters, method, replicas and the settings of `outer` from a config file, and
+--config.FIELD=VALUE changes it; the flags below win over both. Prints Markdown.
+"""
+
+import argparse
+import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from noloco_jax.formatting import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
-from noloco_jax.tools.simulate import cost
+from noloco_jax.config import load_config, make_parser, split_overrides
+from noloco_jax.errors import UserError
+from noloco_jax.formatting import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_seconds,
+    markdown_table,
+)
+from noloco_jax.tools import cost
+from noloco_jax.tools.cost import Setting
 
 LEVELS = 10  # of the largest tree: 1,024 replicas
 _TREES = 2000
@@ -20,7 +42,50 @@ _ISLANDS = (
 )
 
 
-def report(setting: cost.Setting) -> str:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report."""
+    overrides, own = split_overrides(sys.argv[1:] if argv is None else argv)
+    flags = vars(_parser().parse_args(own))
+    file = flags.pop("config")
+    if overrides and file is None:
+        raise UserError(f"{overrides[0]} changes a config file: give it by --config=FILE")
+    setting = Setting(**((_settings_of(file, overrides) if file else {}) | flags))
+    setting.check()
+    # In one piece, so that `| head` does not end the program in the middle.
+    sys.stdout.write(simulation_report(setting) + "\n")
+    return 0
+
+
+def _settings_of(file: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of `Setting` that a configuration has."""
+    config = load_config(file, overrides)
+    from noloco_jax.model.architecture import num_params  # imports jax
+
+    settings = {
+        "params": float(num_params(config.model)[0]),
+        "method": config.method,
+        "replicas": config.num_replicas,
+        "steps": config.num_steps,
+    }
+    outer = {
+        name: getattr(config.outer, name) for name in ("sync_every", "group_size", "fragments", "wire", "delay")
+    }  # None where the method has no such field
+    return settings | {name: value for name, value in outer.items() if value is not None}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__ or "", prog="python -m noloco_jax.simulate")
+    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="a run's config file; --config.FIELD=VALUE too")
+    unset = argparse.SUPPRESS  # leaves the value to the config file or to `Setting`
+    for field in dataclasses.fields(Setting):
+        if flag := field.metadata:
+            parser.add_argument(f"--{field.name}", type=flag["parse"], default=unset, metavar="X", help=flag["help"])
+    help_of_islands = "the replicas are islands, which never wait"
+    parser.add_argument("--islands", action="store_true", default=unset, help=help_of_islands)
+    return parser
+
+
+def simulation_report(setting: cost.Setting) -> str:
     """Return the answer, then tables of the wire formats, the methods and the numbers of replicas, as Markdown."""
     where = "islands" if setting.islands else "replicas"
     message = format_bytes(4 * setting.params / setting.fragments)
@@ -29,12 +94,12 @@ def report(setting: cost.Setting) -> str:
             f"{format_count(setting.params)} parameters, {setting.replicas} {where}, "
             f"{format_bandwidth(setting.bandwidth)} each way, {format_seconds(setting.latency)} latency, "
             f"{format_seconds(setting.step_time)} of computing a step.",
-            answer(setting),
+            fit_sentence(setting),
             f"NoLoCo {schedule(setting)}, by wire format:",
             _wires(setting),
             f"Methods, DiLoCo and NoLoCo {schedule(setting)}; bytes are those that one replica sends, in "
             f"{setting.steps} steps in all:",
-            _methods(setting),
+            _method_table(setting),
             f"One averaging of {message} in float32, by the number of replicas:",
             _latencies(setting),
             "*tree / pair* is the paper's comparison, in which a pair is a tree of two: log₂ N where all messages take "
@@ -45,7 +110,7 @@ def report(setting: cost.Setting) -> str:
     )
 
 
-def answer(setting: cost.Setting) -> str:
+def fit_sentence(setting: cost.Setting) -> str:
     """Return a sentence on whether the exchange fits between two of them, and the trainer's flags for it."""
     own, fits = cost.cost_of(setting, setting.method), cost.fitting(setting)
     takes = f"an exchange takes {format_seconds(own.seconds_per_sync)}"
@@ -81,20 +146,6 @@ def schedule(setting: cost.Setting) -> str:
     return every + each + (f", delay {setting.delay}" if setting.delay else "")
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table that is also aligned as plain text; all columns but the first are right-aligned."""
-    widths = [max(len(cells[i]) for cells in (header, *rows)) for i in range(len(header))]
-    sides = "<" + ">" * (len(header) - 1)
-    lines = [
-        " | ".join(f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True))
-        for cells in (header, *rows)
-    ]
-    rule = " | ".join(
-        "-" * width if side == "<" else "-" * (width - 1) + ":" for side, width in zip(sides, widths, strict=True)
-    )
-    return "\n".join(f"| {line} |" for line in (lines[0], rule, *lines[1:]))
-
-
 def _wires(setting: cost.Setting) -> str:
     rows = []
     for wire in cost.wires_for(by_swaps=setting.by_swaps):
@@ -114,9 +165,9 @@ def _wires(setting: cost.Setting) -> str:
     return markdown_table(["wire", "sent each time", "link time", *own, "shortest sync_every that fits"], rows)
 
 
-def _methods(setting: cost.Setting) -> str:
+def _method_table(setting: cost.Setting) -> str:
     rows = []
-    for method, title in cost.METHODS.items():
+    for method, title in cost.METHOD_TITLES.items():
         c = cost.cost_of(setting, method)
         rows.append(
             [

@@ -2,8 +2,8 @@
 
     s3://bucket/folder    gs://bucket/folder    hf://datasets/owner/name/folder    https://host/folder/file.jsonl
 
-fsspec reads them, by ranges. `RemoteFile` repeats what fails for a while where it failed, so decompressors keep their
-state. Nothing of a data file is written to the disk.
+fsspec reads them, by ranges. Transient errors are retried: `RemoteFile` retries the read that failed, so decompressors
+keep their state. Nothing of a data file is written to the disk.
 """
 
 import contextlib
@@ -13,19 +13,23 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import sleep
 from typing import Any, NamedTuple, TypeVar
 
-from noloco_jax.errors import UserError, described
-from noloco_jax.files import full_disk_told
-from noloco_jax.storage.retries import with_retries
+from noloco_jax.errors import TransientError, UserError, described, tell
+from noloco_jax.files import full_disk_reported
 
+# What a network file system reports while a server restarts, a mount comes back or a file is replaced.
+TRANSIENT_ERRNOS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT)
+DISK_DELAYS = (0.1, 0.4, 1.0, 2.0, 4.0)  # seconds
+_TOLD_SECONDS = 8.0  # least delay of which people are told
 T = TypeVar("T")
 
-RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds, beside those of s3fs and gcsfs
+SERVER_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds, beside those of s3fs and gcsfs
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 30.0  # timeouts: of a connection, and of one that delivers nothing
-BLOCK = 1 << 20  # bytes of a request while a file is read in sequence
+REQUEST_BYTES = 1 << 20  # bytes of a request while a file is read in sequence
 
 _BUFFER = 1 << 16
 # Scheme -> the packages that fsspec needs for it, and what to do where it is refused.
@@ -47,8 +51,49 @@ _SCHEMES = {
 _NO_LOGIN = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError")
 
 
+def with_retries(
+    act: Callable[[], T],
+    path: str,
+    *,
+    delays: Sequence[float] = DISK_DELAYS,
+    transient: Sequence[int] = TRANSIENT_ERRNOS,
+) -> T:
+    """Call `act`, again after each of `delays` while its error is a transient one, and return its result.
+
+    Args:
+      act: reads the file `path`. It must be able to start again after an `OSError`.
+      path: the file, for people.
+      delays: seconds.
+      transient: the numbers of such errors.
+
+    Raises:
+      TransientError: if the error was still there at the last attempt.
+      UserError: for any other error of the operating system.
+      OSError: one without a number, as decoders raise it.
+    """
+    left = iter(delays)
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno is None:
+                raise
+            reason = error.strerror or str(error)
+            if error.errno not in transient:
+                raise UserError(f"{path} cannot be read ({reason}): make it accessible") from None
+            delay = next(left, None)
+            if delay is None:
+                raise TransientError(
+                    f"{path} cannot be read ({reason}), not even after {sum(delays):g} seconds of retries: "
+                    "the same command continues once the storage is back"
+                ) from None
+            if delay >= _TOLD_SECONDS:
+                tell(f"{path} cannot be read ({reason}): trying again in {delay:g} s")
+        sleep(delay)
+
+
 class RemoteFacts(NamedTuple):
-    """A file's size in bytes, and what changes with its content: an ETag, a digest or a generation."""
+    """A file's size in bytes, and its version: an ETag, a digest or a generation."""
 
     size: int
     version: str
@@ -90,7 +135,7 @@ def list_folder(path: str) -> list[str]:
 @functools.cache
 def remote_facts(path: str) -> RemoteFacts:
     """Return the facts of a file at an address, which is asked for once in a process."""
-    with _missing_told(path):
+    with _missing_reported(path):
         info = _retried(lambda system: system.info(path), path)
     if info.get("size") is None:
         raise UserError(f"{path}: the server does not tell the file's size: download the file")
@@ -99,7 +144,7 @@ def remote_facts(path: str) -> RemoteFacts:
 
 
 def path_or_file(path: str, *, read_ahead: bool = True) -> "str | RemoteFile":
-    """Return what a library reads a file from: a local path itself, or an open file at an address."""
+    """Return a local path as it is, or an open file at an address, for libraries that read either."""
     return RemoteFile(path, read_ahead=read_ahead) if is_remote(path) else path
 
 
@@ -109,9 +154,9 @@ def open_file(path: str) -> io.BufferedReader:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file at an address, which is opened again where reading fails for a while.
+    """A file at an address. A read that fails with a transient error is retried on a newly opened file.
 
-    With `read_ahead` a request asks for `BLOCK` bytes more than are wanted, otherwise for no more.
+    With `read_ahead` a request asks for `REQUEST_BYTES` bytes more than are wanted, otherwise for no more.
     """
 
     def __init__(self, path: str, *, read_ahead: bool = True):
@@ -137,7 +182,7 @@ class RemoteFile(io.RawIOBase):
         size = left if size < 0 else min(size, left)
         if not size:
             return b""
-        with _missing_told(self._path):
+        with _missing_reported(self._path):
             content = _retried(lambda system: self._read(system, size), self._path)
         self._position += size
         return content
@@ -145,7 +190,7 @@ class RemoteFile(io.RawIOBase):
     def _read(self, system: Any, size: int) -> bytes:
         opened, self._opened = self._opened, None  # after an error it is opened anew
         if opened is None:
-            opened = system.open(self._path, "rb", block_size=BLOCK, cache_type=self._cache)
+            opened = system.open(self._path, "rb", block_size=REQUEST_BYTES, cache_type=self._cache)
         opened.seek(self._position)
         content = opened.read(size)
         if len(content) != size:
@@ -175,7 +220,7 @@ def local_folder(path: str, suffixes: tuple[str, ...]) -> Iterator[Path]:
     files = list_folder(path)
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
         folder = Path(root, path.replace("://", "/").rstrip("/"))
-        with full_disk_told(folder):
+        with full_disk_reported(folder):
             folder.mkdir(parents=True)
             for file in files:
                 if file.endswith(suffixes):
@@ -206,19 +251,19 @@ def _file_system(scheme: str) -> Any:
 
 
 def _retried(act: Callable[[Any], T], path: str) -> T:
-    """Call `act` with the file system of `path`, again after each of `RETRY_DELAYS` while it fails for a while."""
+    """Call `act` with the file system of `path`; retry transient errors after each of `SERVER_DELAYS`."""
 
-    def sorted_out() -> T:
+    def classified() -> T:
         try:
             return act(_file_system(_scheme(path)))
         except Exception as error:  # the file systems' libraries have errors of their own
-            raise _sorted(error, path) from None
+            raise _classify(error, path) from None
 
-    return with_retries(sorted_out, path, delays=RETRY_DELAYS, transient=(errno.EIO,))
+    return with_retries(classified, path, delays=SERVER_DELAYS, transient=(errno.EIO,))
 
 
-def _sorted(error: Exception, path: str) -> Exception:
-    """Return `FileNotFoundError` for what is not there, `UserError` for a refusal, else an `OSError` to try again."""
+def _classify(error: Exception, path: str) -> Exception:
+    """Return `FileNotFoundError` for a missing file, `UserError` for a refusal, else an `OSError`, which is retried."""
     packages, remedy = _SCHEMES[_scheme(path)]
     if _scheme(path) in ("http", "https") and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec takes every failure there for a missing file
@@ -241,7 +286,7 @@ def _sorted(error: Exception, path: str) -> Exception:
 
 
 @contextlib.contextmanager
-def _missing_told(path: str) -> Iterator[None]:
+def _missing_reported(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from noloco_jax.spmd.batches import parts_of, place_parts, replicas_read_here, share_program, spans_processes
 from noloco_jax.spmd.mesh import AXES, mesh_of
 from noloco_jax.spmd.sharding import BATCH_SPEC
-from noloco_jax.spmd.shared_batch import PartPlacer, parts_of, replicas_read_here, share_program, spans_processes
 
 # (replica, stage, fsdp, tensor) and the number of replicas
 LAYOUTS = [((1, 1, 2, 1), 1), ((2, 1, 2, 1), 4), ((2, 1, 2, 2), 2), ((1, 2, 2, 2), 1), ((4, 2, 1, 1), 4)]
@@ -29,11 +29,11 @@ def test_every_device_receives_its_own_rows_of_the_batch(sizes, num_replicas):
     names = ("input_ids", "labels", "segment_ids")
     rng = np.random.default_rng(0)
     parts = parts_of(dict.fromkeys(names, sequences), mesh)
-    place, share = PartPlacer(parts, names), share_program(mesh, names)
+    share = share_program(mesh, names)
     assert replicas_read_here(mesh, num_replicas) == list(range(num_replicas))
     for _ in range(2):
         read = {i: {name: rng.integers(-100, 99, (4, 6), np.int32) for name in names} for i in range(num_replicas)}
-        shared = share(place(read))
+        shared = share(place_parts(read, names, parts))
         for name in names:
             expected = np.stack([read[i][name] for i in range(num_replicas)])
             assert shared[name].sharding.is_equivalent_to(sequences.sharding, 3)

@@ -34,7 +34,7 @@ Path = tuple[str, ...]
 LOGICAL_AXES = ("layer", "expert", "vocab", "hidden", "heads", "ffn")
 BUILT_IN = {"llama": "noloco_jax.model.llama:Llama", "moe": "noloco_jax.model.moe:Moe"}
 _STACKED = ("layer", "expert")
-_STAGES_REMEDY = "give --config.mesh.stage=1, or follow noloco_jax.model.kind.Stages"
+_STAGES_REMEDY = "give --config.mesh.stage=1, or follow noloco_jax.model.architecture.Stages"
 
 
 def weight(value: jax.Array, *axes: str | None) -> nnx.Param:
@@ -62,11 +62,11 @@ def stacked(block: Callable[..., nnx.Module], num_layers: int, rngs: nnx.Rngs) -
     blocks = made(rngs)
     for _, variable in nnx.iter_graph(blocks):
         if isinstance(variable, nnx.Param):
-            variable.set_metadata(axes=("layer", *_axes(variable, variable.ndim - 1)))
+            variable.set_metadata(axes=("layer", *_variable_axes(variable, variable.ndim - 1)))
     return blocks
 
 
-def _axes(variable: Any, ndim: int) -> Axes:
+def _variable_axes(variable: Any, ndim: int) -> Axes:
     return variable.get_metadata().get("axes", (None,) * ndim)
 
 
@@ -146,7 +146,7 @@ class Model(nnx.Module):
         raise NotImplementedError
 
     def run_blocks(self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
-        """Apply the layers that there are, one after another."""
+        """Apply this part's layers in turn to the residual stream (B, T, D)."""
         raise NotImplementedError
 
     def run_blocks_in_training(
@@ -219,7 +219,7 @@ def _refusal(config: ModelConfig, problem: str, remedy: str) -> UserError:
 
 
 @functools.cache
-def kind_of(config: ModelConfig) -> type[Model]:
+def architecture_of(config: ModelConfig) -> type[Model]:
     """Return the class that `config.kind` names.
 
     Raises:
@@ -231,10 +231,12 @@ def kind_of(config: ModelConfig) -> type[Model]:
     except Exception as error:  # one's own module may raise anything
         remedy = "mend it, start where Python finds it, or add its folder to PYTHONPATH"
         raise _refusal(config, f"{module_name} cannot be imported ({described(error)})", remedy) from error
-    kind = getattr(module, name, None)
-    if not (inspect.isclass(kind) and issubclass(kind, Model)):
-        raise _refusal(config, f"{module_name} has no such model", "name a subclass of noloco_jax.model.kind.Model")
-    return kind
+    architecture = getattr(module, name, None)
+    if not (inspect.isclass(architecture) and issubclass(architecture, Model)):
+        raise _refusal(
+            config, f"{module_name} has no such model", "name a subclass of noloco_jax.model.architecture.Model"
+        )
+    return architecture
 
 
 def stages_of(config: ModelConfig) -> Stages:
@@ -243,14 +245,14 @@ def stages_of(config: ModelConfig) -> Stages:
     Raises:
       UserError: if the model is not cut into stages.
     """
-    stages = kind_of(config).stages
+    stages = architecture_of(config).stages
     if stages is None:
         raise _refusal(config, "the class names no stages", _STAGES_REMEDY)
     return stages
 
 
 @functools.cache
-def check_kind(config: ModelConfig, num_stages: int, document_mask: bool = False) -> None:
+def check_architecture(config: ModelConfig, num_stages: int, document_mask: bool = False) -> None:
     """Check that the configuration's model can be made, cut into stages and differentiated, without computing anything.
 
     Args:
@@ -281,19 +283,19 @@ def check_kind(config: ModelConfig, num_stages: int, document_mask: bool = False
 
 def check_generates(config: ModelConfig) -> None:
     """Raise `UserError` for a model that text cannot be generated with, as it defines a loss alone."""
-    kind = kind_of(config)
-    if kind.hidden is Model.hidden or kind.head_kernel is Model.head_kernel:
+    architecture = architecture_of(config)
+    if architecture.hidden is Model.hidden or architecture.head_kernel is Model.head_kernel:
         remedy = "define hidden and head_kernel, or train with --config.sample_tokens=0"
         raise _refusal(config, "a model with a loss alone cannot generate", remedy)
 
 
 def _check_stages(config: ModelConfig, stages: Stages) -> None:
     """Raise `UserError` where the fields of the stages are not as `Stages` describes them, or the loss is another."""
-    kind = kind_of(config)
-    if kind.loss_sum is not Model.loss_sum:
+    architecture = architecture_of(config)
+    if architecture.loss_sum is not Model.loss_sum:
         raise _refusal(config, "pipeline stages have the loss of the next token, not its loss_sum", _STAGES_REMEDY)
-    has_own_loss = kind.training_loss_sum is not Model.training_loss_sum
-    if has_own_loss and kind.run_blocks_in_training is Model.run_blocks_in_training:
+    has_own_loss = architecture.training_loss_sum is not Model.training_loss_sum
+    if has_own_loss and architecture.run_blocks_in_training is Model.run_blocks_in_training:
         problem = "pipeline stages call run_blocks_in_training, not its training_loss_sum"
         raise _refusal(config, problem, _STAGES_REMEDY)
     axes, shapes = param_axes(config), _leaves(param_shapes(config))
@@ -313,14 +315,14 @@ def _check_stages(config: ModelConfig, stages: Stages) -> None:
 
 def from_params(config: ModelConfig, params: Params) -> Any:
     """Make the configuration's model from a parameter dict, see `Model.from_params`."""
-    return kind_of(config).from_params(config, params)
+    return architecture_of(config).from_params(config, params)
 
 
 @functools.cache
-def _abstract(kind: type[Model], config: ModelConfig) -> tuple[Any, Params, Mapping[Path, Axes]]:
+def _abstract(architecture: type[Model], config: ModelConfig) -> tuple[Any, Params, Mapping[Path, Axes]]:
     """Return the module without its parameters, their shapes, and their logical axes by path."""
     try:
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(params=0))))
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(params=0))))
     except Exception as error:  # one's own constructor may raise anything
         if config.kind in BUILT_IN:
             raise
@@ -329,21 +331,21 @@ def _abstract(kind: type[Model], config: ModelConfig) -> tuple[Any, Params, Mapp
     axes = {}
     for path, variable in nnx.to_flat_state(state):
         is_weight = isinstance(variable, nnx.Param) and all(isinstance(key, str) for key in path)
-        axes[path] = _axes(variable, variable.ndim) if is_weight else ()
+        axes[path] = _variable_axes(variable, variable.ndim) if is_weight else ()
         if not is_weight or len(axes[path]) != variable.ndim or not {*axes[path]} <= {*LOGICAL_AXES, None}:
             name = f"{'.'.join(map(str, path))}, a {type(variable).__name__} with the axes {axes[path]}"
             raise _refusal(
                 config,
                 f"{name}, is not a weight that can be trained and saved",
                 "a model holds nothing but nnx.Param in named fields, with one logical axis for each dimension, of "
-                f"{', '.join(LOGICAL_AXES)} or None (noloco_jax.model.kind.weight, and stacked for layers)",
+                f"{', '.join(LOGICAL_AXES)} or None (noloco_jax.model.architecture.weight, and stacked for layers)",
             )
     return graphdef, nnx.to_pure_dict(state), MappingProxyType(axes)
 
 
 def param_axes(config: ModelConfig) -> Mapping[Path, Axes]:
     """Return the logical axes of every parameter by its path."""
-    return _abstract(kind_of(config), config)[2]
+    return _abstract(architecture_of(config), config)[2]
 
 
 def axes_at(config: ModelConfig, path: tuple[Any, ...]) -> Axes | None:
@@ -360,18 +362,20 @@ def axes_at(config: ModelConfig, path: tuple[Any, ...]) -> Axes | None:
 
 def muons(config: ModelConfig) -> frozenset[Path]:
     """Return the paths of the weights that Muon takes."""
-    kind = kind_of(config)
-    return frozenset(path for path, axes in param_axes(config).items() if kind.is_muons(path, axes))
+    architecture = architecture_of(config)
+    return frozenset(path for path, axes in param_axes(config).items() if architecture.is_muons(path, axes))
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Draw the parameter dict of a new model from a typed PRNG key."""
-    return kind_of(config)(config, rngs=nnx.Rngs(params=key)).to_params()
+    return architecture_of(config)(config, rngs=nnx.Rngs(params=key)).to_params()
 
 
 def param_shapes(config: ModelConfig) -> Params:
     """Return the parameter dict as `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda shape: shape, _abstract(kind_of(config), config)[1])  # a copy: the original is cached
+    return jax.tree.map(
+        lambda shape: shape, _abstract(architecture_of(config), config)[1]
+    )  # a copy: the original is cached
 
 
 def num_params(config: ModelConfig) -> tuple[int, int]:

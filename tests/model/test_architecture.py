@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import ModelConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.metrics.peaks import model_flops_per_token
-from noloco_jax.model import kind
+from noloco_jax.model import architecture
 from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.llama import Llama
 from noloco_jax.spmd.sharding import fragments_of, parameter_spec
@@ -43,8 +43,8 @@ def test_only_the_model_package_names_weights_of_the_llama():
 
 
 def test_the_llama_is_the_default_and_may_be_named_by_its_path():
-    assert kind.kind_of(ModelConfig()) is Llama
-    assert kind.kind_of(ModelConfig(kind="noloco_jax.model.llama:Llama")) is Llama
+    assert architecture.architecture_of(ModelConfig()) is Llama
+    assert architecture.architecture_of(ModelConfig(kind="noloco_jax.model.llama:Llama")) is Llama
 
 
 @pytest.mark.parametrize(
@@ -53,20 +53,23 @@ def test_the_llama_is_the_default_and_may_be_named_by_its_path():
         ("lama", "neither 'llama' nor 'moe' nor a class of one's own"),
         ("os.path:", "neither 'llama' nor 'moe' nor a class of one's own"),
         ("no_such_module:Model", "no_such_module cannot be imported.*PYTHONPATH"),
-        ("support.own_model:Modell", "support.own_model has no such model: name a subclass of noloco_jax.model.kind.M"),
+        (
+            "support.own_model:Modell",
+            "support.own_model has no such model: name a subclass of noloco_jax.model.architecture.M",
+        ),
         ("support.own_model:Gate", "support.own_model has no such model"),
     ],
 )
 def test_a_kind_that_is_no_model_is_refused_in_a_line(given, message):
     with pytest.raises(UserError, match=f"model.kind=.*{message}"):
-        kind.check_kind(from_dict({"model": {"kind": given}}).model, num_stages=1)
+        architecture.check_architecture(from_dict({"model": {"kind": given}}).model, num_stages=1)
 
 
-class Base(kind.Model):
+class Base(architecture.Model):
     """Base class of the broken models below."""
 
     def __init__(self, config, *, rngs):
-        self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "hidden")
+        self.table = architecture.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "hidden")
 
     def hidden(self, ids_BT, *, segments_BT=None):
         return self.table[...][ids_BT]
@@ -89,35 +92,35 @@ class HoldsStreams(Base):
 class HoldsList(Base):
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
-        self.parts = nnx.List([kind.weight(jnp.ones(3), None)])
+        self.parts = nnx.List([architecture.weight(jnp.ones(3), None)])
 
 
 class WrongAxes(Base):
     def __init__(self, config, *, rngs):
-        self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab")
+        self.table = architecture.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab")
 
 
 class UnknownAxis(Base):
     def __init__(self, config, *, rngs):
-        self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "width")
+        self.table = architecture.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "width")
 
 
 class HasNoHead(Base):
-    head_kernel = kind.Model.head_kernel
+    head_kernel = architecture.Model.head_kernel
 
 
-class HasLossAlone(kind.Model):
-    stages = kind.Stages("table", "layers", "scale", "answers")
+class HasLossAlone(architecture.Model):
+    stages = architecture.Stages("table", "layers", "scale", "answers")
 
     def __init__(self, config, *, rngs):
-        self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "hidden")
+        self.table = architecture.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "hidden")
 
     def loss_sum(self, batch):
         return jnp.sum(self.table[...]), jnp.float32(1)
 
 
 class InWrongStages(Base):
-    stages = kind.Stages("table", "layers", "scale", "answers")
+    stages = architecture.Stages("table", "layers", "scale", "answers")
 
 
 @pytest.fixture
@@ -154,14 +157,14 @@ def broken(monkeypatch):
 )
 def test_a_model_that_would_fail_later_is_refused_in_a_line(broken, name, num_stages, message):
     with pytest.raises(UserError, match=message):
-        kind.check_kind(broken(name), num_stages)
+        architecture.check_architecture(broken(name), num_stages)
 
 
 def test_a_model_with_only_a_loss_is_accepted_for_training_but_not_for_generation(broken):
-    kind.check_kind(broken("HasLossAlone"), num_stages=1)
+    architecture.check_architecture(broken("HasLossAlone"), num_stages=1)
     with pytest.raises(UserError, match=r"cannot generate: define .*--config.sample_tokens=0"):
-        kind.check_generates(broken("HasLossAlone"))
-    kind.check_generates(OWN)
+        architecture.check_generates(broken("HasLossAlone"))
+    architecture.check_generates(OWN)
 
 
 class KeepsDocumentsApart(Base):
@@ -172,13 +175,13 @@ class KeepsDocumentsApart(Base):
 
 def test_document_masks_are_refused_for_a_model_that_ignores_segment_ids(broken):
     with pytest.raises(UserError, match=r"does not use segment_ids.*data.document_mask=False"):
-        kind.check_kind(OWN, num_stages=1, document_mask=True)
-    kind.check_kind(broken("KeepsDocumentsApart"), num_stages=1, document_mask=True)
+        architecture.check_architecture(OWN, num_stages=1, document_mask=True)
+    architecture.check_architecture(broken("KeepsDocumentsApart"), num_stages=1, document_mask=True)
 
 
 def test_pipeline_stages_are_refused_for_a_model_without_stages():
     with pytest.raises(UserError, match=r"names no stages: give --config.mesh.stage=1"):
-        kind.check_kind(OWN, num_stages=2)
+        architecture.check_architecture(OWN, num_stages=2)
 
 
 def test_a_custom_model_has_no_hugging_face_format():
@@ -187,7 +190,10 @@ def test_a_custom_model_has_no_hugging_face_format():
 
 
 def test_mesh_axes_follow_from_a_weights_logical_axes():
-    axes = {path: parameter_spec(LAYERED, tuple(map(jax.tree_util.DictKey, path))) for path in kind.param_axes(LAYERED)}
+    axes = {
+        path: parameter_spec(LAYERED, tuple(map(jax.tree_util.DictKey, path)))
+        for path in architecture.param_axes(LAYERED)
+    }
     assert axes == {
         ("tokens",): P(("stage", "tensor"), "fsdp"),
         ("gates", "share"): P("stage", None, "fsdp"),
@@ -205,10 +211,10 @@ def test_the_vocabulary_of_a_state_with_any_prefix_is_padded():
 
 
 def test_muon_takes_matrices_but_no_embedding_head_bias_norm_or_router():
-    assert kind.muons(OWN) == {("turn",)}
-    assert kind.muons(LAYERED) == {("gates", "share")}
+    assert architecture.muons(OWN) == {("turn",)}
+    assert architecture.muons(LAYERED) == {("gates", "share")}
     for model in (ModelConfig(qk_norm=True, qkv_bias=True), ModelConfig(qk_norm=True, kind="moe", num_experts=4)):
-        taken = {path[-1] for path in kind.muons(model)}
+        taken = {path[-1] for path in architecture.muons(model)}
         assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
 
 

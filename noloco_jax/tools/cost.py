@@ -29,7 +29,7 @@ from noloco_jax.optim.defaults import DEFAULTS
 from noloco_jax.optim.fits import exchange_of_groups, misfits
 from noloco_jax.optim.wire_sizes import MODULO_BITS, WIRES, block_bytes, block_of
 
-METHODS = {"fsdp": "FSDP", "ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo"}
+METHOD_TITLES = {"fsdp": "FSDP", "ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo"}
 OUTER_METHODS = ("diloco", "noloco")
 ISLAND_HOPS = 5  # messages of an island's exchange, one after another: hello, accept, the payload, received, commit
 _ROUNDING = 1e-9  # relative error of sums of times
@@ -181,7 +181,7 @@ def swap_seconds(setting: Setting, size: float) -> float:
 
 
 def cost_of(setting: Setting, method: str) -> Cost:
-    """Return the cost of one of `METHODS`."""
+    """Return the cost of one of `METHOD_TITLES`."""
     interval, fragments = (setting.sync_every, setting.fragments) if method in OUTER_METHODS else (1, 1)
     every = interval / fragments
     if method in OUTER_METHODS:

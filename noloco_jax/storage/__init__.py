@@ -1,1 +1,0 @@
-"""Files at addresses of object stores and web servers, beside local ones: reading, writing, retries."""

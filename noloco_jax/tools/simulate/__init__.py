@@ -1,1 +1,0 @@
-"""Cost model of communication, to find a setting for a link."""
