@@ -75,8 +75,8 @@ def imported() -> dict[str, set[str]]:
         "a run of all replicas": "import noloco_jax.train.run",
         "routes": "from noloco_jax.optim.exchange.permute import device_routes\n"
         "device_routes(np.array([[1, 0, 3, 2]]), 4, 1)",
-        "pictures": "import noloco_jax.metrics.curves\nfrom noloco_jax.tools import compare, simulate\n"
-        "import noloco_jax.tools.compare.report, noloco_jax.tools.simulate.command",
+        "pictures": "import noloco_jax.metrics.curves\nfrom noloco_jax.tools import simulate\n"
+        "import noloco_jax.tools.compare.report",
     }
     lines = ["import sys, numpy as np", *(f"{program}; print(*sys.modules)" for program in programs.values())]
     command = [sys.executable, "-c", "\n".join(lines)]
