@@ -3,12 +3,13 @@
 Shapes: B sequences of T tokens.
 """
 
+import atexit
 import functools
 import itertools
+import weakref
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from fractions import Fraction
 from typing import Any
@@ -20,7 +21,6 @@ from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import GOLDEN_STEP
 from noloco_jax.errors import UserError
 
-PREFETCHING = "prefetch"  # name of the threads that make batches ahead of time
 _PREFETCHED_BATCHES = 4
 _SPAN = 2**64  # of the points by which a mixture's sources are drawn
 
@@ -76,11 +76,22 @@ def _batches(
             yield as_batch(rows), _state(drawn, by_source)
 
 
+_open_streams: "weakref.WeakSet[Stream]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End threads and Grain's iterators while Grain can still do so; at the interpreter's end it cannot."""
+    for stream in list(_open_streams):
+        stream.close()
+        del stream._batches
+
+
 class Stream(Iterator[HostBatch]):
     """A replica's endless batches, each {"input_ids", "labels"}, and "segment_ids" with a document mask: int32 (B, T).
 
-    A thread makes them ahead of time. The state is the position after the batches delivered, whatever has been
-    prefetched. It is small and can be written as JSON. A stream of the same configuration that is set to it yields
+    A thread of Grain's makes them ahead of time. The state is the position after the batches delivered, whatever has
+    been prefetched. It is small and can be written as JSON. A stream of the same configuration that is set to it yields
     bitwise the batches that this one would. After an error the next call meets the same one, or yields its batch if the
     cause is gone.
 
@@ -92,18 +103,18 @@ class Stream(Iterator[HostBatch]):
     """
 
     def __init__(self, open_sequences: OpenSequences, mixture: Mixture, batch_size: int, identity: dict[str, Any]):
+        from noloco_jax.data.prefetch import prefetched  # Grain takes a second to import
+
         replica, num_replicas = identity["replica"], identity["num_replicas"]
         self._identity = identity
-        self._batches_from = functools.partial(_batches, open_sequences, mixture, replica, batch_size)
-        self._state = _state(0, dict.fromkeys(mixture.shares, start_position(replica, num_replicas)))
-        self._batches = self._batches_from(self._state)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=PREFETCHING)
-        self._ahead: deque[Future[tuple[HostBatch, dict[str, Any]]]] = deque()
+        make = functools.partial(_batches, open_sequences, mixture, replica, batch_size)
+        start = _state(0, dict.fromkeys(mixture.shares, start_position(replica, num_replicas)))
+        self._batches = prefetched(make, start, _PREFETCHED_BATCHES)
+        _open_streams.add(self)
 
     def start(self) -> None:
         """Begin to make batches ahead of time; without it, the first one that is asked for does."""
-        while len(self._ahead) < _PREFETCHED_BATCHES:
-            self._ahead.append(self._thread.submit(next, self._batches))
+        self._batches.start_prefetch()
 
     def __next__(self) -> HostBatch:
         try:
@@ -114,21 +125,10 @@ class Stream(Iterator[HostBatch]):
     def _next(self) -> HostBatch:
         self.start()
         try:
-            batch, self._state = self._ahead[0].result()
+            return next(self._batches)
         except Exception:
-            self._go_to(self._state)  # the next call begins anew after the last batch
+            self._batches.set_state(self._batches.get_state())  # the next call begins anew after the last batch
             raise
-        self._ahead.popleft()
-        self.start()
-        return batch
-
-    def _go_to(self, state: dict[str, Any]) -> None:
-        """Drop the prefetched batches and continue from a state."""
-        for batch in self._ahead:
-            batch.cancel()
-        self._ahead.clear()
-        self._thread.submit(self._batches.close).result()  # after the batch that is being made
-        self._state, self._batches = state, self._batches_from(state)
 
     @property
     def source(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Stream(Iterator[HostBatch]):
         return self._identity["source"]
 
     def get_state(self) -> dict[str, Any]:
-        return self._identity | self._state
+        return self._identity | self._batches.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a `get_state` of the same replica, or from a `redistribute`d one.
@@ -155,11 +155,10 @@ class Stream(Iterator[HostBatch]):
                 "give each replica its own"
             )
         _check_same_data(state["source"], self._identity["source"])
-        self._go_to({name: state[name] for name in ("drawn", "positions")})
+        self._batches.set_state({name: state[name] for name in ("drawn", "positions")})
 
     def close(self) -> None:
         """End the thread. The stream yields nothing afterwards."""
-        self._thread.shutdown(cancel_futures=True)
         self._batches.close()
 
 

@@ -51,7 +51,7 @@ import os, runpy, sys
 from noloco_jax.cluster import host
 
 def keep():
-    print([name for name in ("numpy", "jax", "pyarrow") if name in sys.modules])
+    print([name for name in ("numpy", "jax", "pyarrow", "grain") if name in sys.modules])
     sys.stdout.flush()
     os._exit(0)
 

@@ -6,8 +6,9 @@ import threading
 import pytest
 
 from noloco_jax.data import ReplicaStreams
-from noloco_jax.data.stream import PREFETCHING
 from support.data_makers import CountingTokenizer, open_streams, write_counting
+
+PREFETCHING = "grain-thread-prefetch"  # the prefetch threads' name
 
 
 class MeetingTokenizer(CountingTokenizer):
@@ -90,7 +91,7 @@ def test_closing_before_the_first_batch_ends_every_prefetch_thread(config):
     assert len(prefetching() - before) == 3
     streams.close()
     assert not prefetching() - before
-    with pytest.raises(RuntimeError, match="shutdown"):
+    with pytest.raises(ValueError, match="closed"):
         next(streams)
 
 

@@ -31,7 +31,7 @@ def threaded_modules_before_keeping_memory(sender: Connection) -> None:
     """Stand in for a measurement until it keeps freed memory; send the modules that start threads and are imported."""
 
     def keep() -> None:
-        sender.send({"imported": [name for name in ("numpy", "jax", "pyarrow") if name in sys.modules]})
+        sender.send({"imported": [name for name in ("numpy", "jax", "pyarrow", "grain") if name in sys.modules]})
         os._exit(0)
 
     command.keep_freed_memory = keep

@@ -26,7 +26,7 @@ from support.paths import ROOT
 
 IMPORTS = (
     *("noloco_jax.train.command", "noloco_jax.train.run", "noloco_jax.islands.command", "noloco_jax.optim.transforms"),
-    *("support.disturbed", "support.tiny_model"),
+    *("noloco_jax.data.prefetch", "support.disturbed", "support.tiny_model"),
     *("matplotlib.figure", "matplotlib.backends.backend_agg", "tensorboardX"),
 )
 READ_BY_IMPORTS = ("JAX_", "PYTHON", "TF_")  # how the variables begin for which a server is needed of its own

@@ -88,7 +88,7 @@ def test_matplotlib_is_imported_only_for_drawing(imported):
     assert "matplotlib" not in imported["pictures"]
 
 
-HEAVY = ("jax", "numpy", "optax", "flax", "orbax", "pyarrow", "rich", "noloco_jax.train.run")
+HEAVY = ("jax", "numpy", "optax", "flax", "orbax", "grain", "pyarrow", "rich", "noloco_jax.train.run")
 
 
 @pytest.mark.parametrize(

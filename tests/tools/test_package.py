@@ -23,7 +23,7 @@ class Blocked(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Blocked())
 """
-BEYOND_THE_TRANSFORM = ("flax", "orbax", "transformers", "pyarrow", "ml_collections", "cryptography", "rich")
+BEYOND_THE_TRANSFORM = ("flax", "orbax", "grain", "transformers", "pyarrow", "ml_collections", "cryptography", "rich")
 
 
 def run_without(packages: tuple[str, ...], program: str) -> subprocess.CompletedProcess:
