@@ -11,7 +11,6 @@ import os
 import resource
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from functools import partial
 from typing import Any
 
 import grpc
@@ -85,17 +84,16 @@ class Dialler:
 
     def watch(self, peer: str, every: float) -> AsyncGenerator[pb.Status, None]:
         """Yield a peer's status at once, every so many seconds, and when its phase changes."""
-        call = self._method(peer, "greetings", "Watch")
-        return self._answers(call, pb.WatchRequest(every_seconds=every), every)
+        return self._answers(peer, "greetings", "Watch", pb.WatchRequest(every_seconds=every), every)
 
     def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
-        return self._answers(
-            partial(self._method(peer, "weights", "Weights"), timeout=CALL_SECONDS), request, CALL_SECONDS
-        )
+        return self._answers(peer, "weights", "Weights", request, CALL_SECONDS, CALL_SECONDS)
 
-    async def _answers(self, method: Any, request: Any, seconds: float) -> AsyncGenerator[Any, None]:
-        """Yield a peer's answers; `seconds` are those of an error's words."""
-        call = method(request, metadata=self._metadata)
+    async def _answers(
+        self, peer: str, use: str, name: str, request: Any, seconds: float, timeout: float | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Call a peer at the first step, and yield its answers; `seconds` are those of an error's words."""
+        call = self._method(peer, use, name)(request, timeout=timeout, metadata=self._metadata)
         try:
             async for message in call:
                 yield message
