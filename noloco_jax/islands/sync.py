@@ -129,11 +129,11 @@ class IslandSync:
             self._outcomes += outcomes
             self._bytes += self._num_bytes * sum(one.outcome in ("met", "late") or not one.factor for one in outcomes)
 
-    def _figures(self, outcomes: RoundOutcome, status: pb.Status) -> dict[str, Any]:
-        """Return what became of a message, and what the exchanges have come to with it, for metrics."""
+    def _figures(self, outcome: RoundOutcome, status: pb.Status) -> dict[str, Any]:
+        """Return the outcome of a message, and the totals of the exchanges with it, for metrics."""
         return {
-            **outcomes._asdict(),
-            "round": outcomes.round + 1,  # counted from 1, as everywhere in what a run says
+            **outcome._asdict(),
+            "round": outcome.round + 1,  # counted from 1, as everywhere in what a run says
             "participation": status.committed / status.due if status.due else 1.0,
             "committed": status.committed,
             "due": status.due,
