@@ -5,7 +5,7 @@ import contextlib
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, authority_in, check_loopback, load_keys, owner_of
-from noloco_jax.islands.peers import MAX_ABOUT, MAX_ROUND, check_status
-from noloco_jax.islands.roster import MEMBERS_FILE, BadRosterError, Member, Roster, newest, parse_document, read_run
+from noloco_jax.islands.peers import MAX_ABOUT, check_status
+from noloco_jax.islands.roster import MEMBERS_FILE, BadRosterError, Roster, newest, parse_document, read_run
+from noloco_jax.islands.standing import Watched, present
 from noloco_jax.islands.transport import Dialler
 
 _AT_ONCE = 16
@@ -43,18 +44,20 @@ class Found:
 
     Attributes:
       run: the run, with the newest roster that one of them has.
-      answers: island -> its status, or the reason for which it is unknown. Islands whose membership has ended are not
-        asked.
-      told: island that does not answer -> the phase that others have last heard of it.
+      islands: what is known of each. Islands whose membership has ended are not asked.
     """
 
     run: RosterAndKeys
-    answers: Mapping[str, pb.Status | str]
-    told: Mapping[str, Any]
+    islands: Mapping[str, Watched]
 
     @property
     def statuses(self) -> dict[str, pb.Status]:
-        return {name: answer for name, answer in self.answers.items() if isinstance(answer, pb.Status)}
+        return {name: one.status for name, one in self.islands.items() if one.status is not None}
+
+    @property
+    def fault(self) -> str:
+        """The reason for which the first silent one does not answer."""
+        return next((one.fault for one in self.islands.values() if one.fault), "there is none")
 
     @property
     def round(self) -> int:
@@ -66,13 +69,6 @@ class Found:
         """Rounds of the whole run, as most islands tell; 0: unknown."""
         told = [status.num_rounds for status in self.statuses.values() if status.num_rounds]
         return statistics.mode(told) if told else 0
-
-
-def present(roster: Roster, statuses: Iterable[pb.Status]) -> list[Member]:
-    """Return the members whose membership has not ended in the round of most islands; without a status, in any."""
-    rounds = [status.round for status in statuses]
-    round = statistics.median_low(rounds) if rounds else MAX_ROUND
-    return [one for one in roster.members if not roster.is_over(one.name, round + 1)]
 
 
 def open_run(roster: Path, keys: Path | None) -> RosterAndKeys:
@@ -98,10 +94,7 @@ def open_run(roster: Path, keys: Path | None) -> RosterAndKeys:
 def discover(run: RosterAndKeys, seconds: float, **fields: Any) -> Found:
     """Greet all islands of a run, also those that only a newer roster of theirs names.
 
-    Args:
-      run: the run.
-      seconds: the limit of each answer.
-      **fields: of the greeting.
+    Each has so many seconds to answer; `fields` are those of the greeting.
     """
 
     async def asked() -> Found:
@@ -116,7 +109,7 @@ def discover(run: RosterAndKeys, seconds: float, **fields: Any) -> Found:
 
 async def ask_all(run: RosterAndKeys, dialler: Dialler, seconds: float, **fields: Any) -> Found:
     """Greet all islands: see `discover`."""
-    answers: dict[str, pb.Status | str] = {}
+    islands: dict[str, Watched] = {}
     limit = asyncio.Semaphore(_AT_ONCE)
     greeting = pb.Greeting(roster_version=run.roster.version, **fields)
 
@@ -125,18 +118,20 @@ async def ask_all(run: RosterAndKeys, dialler: Dialler, seconds: float, **fields
             async with limit:
                 status = await dialler.greet(name, greeting, seconds)
             check_status(status)
-            answers[name] = status.wrong or status  # of commands, only former members are refused
+            # Of commands, only former members are refused.
+            islands[name] = Watched(None, status.wrong) if status.wrong else Watched(status, "")
         except (ConnectionLost, ProtocolError) as error:
-            answers[name] = str(error)
+            islands[name] = Watched(None, str(error))
 
-    found = Found(run, answers, {})
-    while new := [one.name for one in present(found.run.roster, found.statuses.values()) if one.name not in answers]:
+    found = Found(run, islands)
+    while new := [one.name for one in present(found.run.roster, found.statuses.values()) if one.name not in islands]:
         await asyncio.gather(*map(ask, new))
         run = await take_newest(found.run, dialler, found.statuses, seconds)
         found = replace(found, run=run)
-    answers = {name: answers[name] for name in run.roster.names if name in answers}
-    silent = [name for name, answer in answers.items() if isinstance(answer, str)]
-    return Found(run, answers, await ask_about(silent, list(found.statuses), dialler, seconds))
+    silent = [name for name, one in islands.items() if one.fault]
+    for name, phase in (await ask_about(silent, list(found.statuses), dialler, seconds)).items():
+        islands[name].told = phase
+    return Found(run, {name: islands[name] for name in run.roster.names if name in islands})
 
 
 async def take_newest(

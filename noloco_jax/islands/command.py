@@ -62,18 +62,16 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _define_train_flags(parser: argparse.ArgumentParser) -> None:
-    _define_roster_flag(parser)
+    _define_roster(parser)
     parser.add_argument("--name", required=True, metavar="NAME", help="which of the roster's islands this is")
-    parser.add_argument(
-        "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys; none are needed where all are loopback"
-    )
+    _define_folder(parser, "--keys", "the island's keys; none are needed where all are loopback", required=False)
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         help="the address of this machine to listen at, where a router forwards another one (default: the port that "
         "the others dial, at all of the machine's addresses)",
     )
-    parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
+    _define_folder(parser, "--workdir", "the island's own folder")
     define_run_flags(parser)
     parser.add_argument(
         "--pace",
@@ -99,44 +97,33 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help=_TRAIN, add_help=False)  # read by `_train`
     local = _command(commands, "local", "train all islands on this machine; further arguments are those of train")
     local.add_argument("number", type=int, metavar="N", help="of islands, 2 or more")
-    local.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="a folder for all of them")
+    _define_folder(local, "--workdir", "a folder for all of them")
     keys = _command(commands, "keys", "make a certificate authority, and keys for each island that has none")
-    _define_roster_flag(keys)
-    keys.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where they go, a folder each")
-    _define_days_flag(keys)
-    keys.add_argument(
-        "--replace",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="make this island's anew, and revoke the old ones; may be repeated",
-    )
+    _define_roster(keys)
+    _define_folder(keys, "--out", "where they go, a folder each")
+    replacing = "make this island's anew, and revoke the old ones; may be repeated"
+    keys.add_argument("--replace", action="append", default=[], metavar="NAME", help=replacing)
     inviting = _command(commands, "invite", "make keys and a signed row for a new member, or move a member")
     inviting.add_argument("--name", required=True, metavar="NAME", help="its name, a DNS label")
-    inviting.add_argument(
-        "--address", required=True, metavar="HOST:PORT", help="where the others reach it; none: it only dials out"
-    )
-    _define_authority_flags(inviting, "its first round, as in the log (default: far enough ahead for all to know)")
-    _define_days_flag(inviting)
+    address = "where the others reach it; none: it only dials out"
+    inviting.add_argument("--address", required=True, metavar="HOST:PORT", help=address)
+    _define_authority(inviting, "its first round, as in the log (default: far enough ahead for all to know)")
     removing = _command(commands, "remove", "end a membership")
     removing.add_argument("name", metavar="NAME", help="the member")
-    _define_authority_flags(removing, "the first round without it, as in the log (default: as for invite)")
+    _define_authority(removing, "the first round without it, as in the log (default: as for invite)")
+    for one in (keys, inviting):
+        one.add_argument("--days", type=int, default=90, help="for which certificates are valid (default %(default)s)")
     status = _command(commands, "status", "show the status of all islands")
-    _define_watching_flags(status)
+    _define_watching(status)
     status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
     status.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
     dashboard = _command(commands, "dashboard", "serve a page of all islands on this machine, and metrics of them")
-    _define_watching_flags(dashboard)
-    dashboard.add_argument(
-        "--listen",
-        default="127.0.0.1:8080",
-        metavar="HOST:PORT",
-        help="where the page is; port 0 takes any that is free (default %(default)s, for this machine alone)",
-    )
-    dashboard.add_argument(
-        "--every", type=float, default=2.0, metavar="SECONDS", help="interval of asking (default %(default)s)"
-    )
-    _define_merge_flags(_command(commands, "merge", "write the mean of islands' weights as a model's folder"))
+    _define_watching(dashboard)
+    there = "where the page is; port 0 takes any that is free (default %(default)s, for this machine alone)"
+    dashboard.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help=there)
+    every = "interval of asking (default %(default)s)"
+    dashboard.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help=every)
+    _define_merge(_command(commands, "merge", "write the mean of islands' weights as a model's folder"))
     return parser
 
 
@@ -146,17 +133,13 @@ def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
-    _define_watching_flags(parser, required=False)
-    parser.add_argument(
-        "--workdirs", nargs="+", type=folder_of_flag, metavar="DIR", help="folders of islands that have ended"
-    )
-    parser.add_argument(
-        "--out", required=True, type=folder_of_flag, metavar="DIR", help="the folder to write, new or empty"
-    )
-    parser.add_argument(
-        "--at_least", type=int, default=1, metavar="K", help="refuse a mean of fewer islands (default %(default)s)"
-    )
+def _define_merge(parser: argparse.ArgumentParser) -> None:
+    _define_watching(parser, required=False)
+    ended = "folders of islands that have ended"
+    parser.add_argument("--workdirs", nargs="+", type=folder_of_flag, metavar="DIR", help=ended)
+    _define_folder(parser, "--out", "the folder to write, new or empty")
+    fewest = "refuse a mean of fewer islands (default %(default)s)"
+    parser.add_argument("--at_least", type=int, default=1, metavar="K", help=fewest)
     parser.add_argument(
         "--without",
         action="extend",
@@ -180,32 +163,20 @@ def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _define_authority_flags(parser: argparse.ArgumentParser, round: str) -> None:
-    parser.add_argument(
-        "--keys", required=True, type=folder_of_flag, metavar="DIR", help="the folder that `island keys` made, whole"
-    )
+def _define_authority(parser: argparse.ArgumentParser, round: str) -> None:
+    _define_folder(parser, "--keys", "the folder that `island keys` made, whole")
     parser.add_argument("--from_round", "--from-round", type=int, metavar="N", help=round)
 
 
-def _define_days_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--days", type=int, default=90, help="for which certificates are valid (default %(default)s)")
+def _define_watching(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    _define_roster(parser, required)
+    _define_folder(parser, "--keys", "the folder that `island keys` made, or one island's own", required=False)
 
 
-def _define_roster_flag(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    parser.add_argument(
-        "--roster",
-        required=required,
-        type=folder_of_flag,
-        metavar="FILE",
-        help="the run's islands: the TOML file that it began with, or the members.json of an invited member",
-    )
+def _define_roster(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    file = "the run's islands: the TOML file that it began with, or the members.json of an invited member"
+    parser.add_argument("--roster", required=required, type=folder_of_flag, metavar="FILE", help=file)
 
 
-def _define_watching_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    _define_roster_flag(parser, required)
-    parser.add_argument(
-        "--keys",
-        type=folder_of_flag,
-        metavar="DIR",
-        help="the folder that `island keys` made, or one island's own",
-    )
+def _define_folder(parser: argparse.ArgumentParser, flag: str, help: str, required: bool = True) -> None:
+    parser.add_argument(flag, required=required, type=folder_of_flag, metavar="DIR", help=help)

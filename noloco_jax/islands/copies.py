@@ -6,7 +6,7 @@ The training gives copies between two inner steps: it looks at `Copies.wanted`, 
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,29 +20,10 @@ from noloco_jax.islands.peer_table import PeerTable
 _KEPT_SECONDS = 15.0  # for which encoded weights serve further requests: peers that merge ask at the same time
 
 
-class Given(NamedTuple):
-    """Copies of the state's arrays by their numbers, and where the training was."""
-
-    leaves: Mapping[int, np.ndarray]
-    round: int
-    step: int
-
-
-class _Wanted(NamedTuple):
-    """Arrays of the state of which a peer, or a command, waits for a copy."""
-
-    numbers: tuple[int, ...]
-    given: "asyncio.Future[Given]"
-
-
 class Copies:
     """`catch_up.State` of a training in another thread.
 
-    Args:
-      table: the island.
-      state_codec: the forms in which the state travels.
-      run: calls a function that takes long beside the loop.
-      take_state: called with a received state, from which the training is to continue.
+    `run` calls a function that takes long beside the loop, `take_state` makes the training continue from a state.
     """
 
     def __init__(
@@ -54,7 +35,7 @@ class Copies:
     ):
         self._table, self._state_codec, self._run, self.take_state = table, state_codec, run, take_state
         self._lock = threading.Lock()
-        self._wanted: list[_Wanted] = []
+        self._wanted: dict[asyncio.Future[CaughtUp], Sequence[int]] = {}  # who waits for copies of which arrays
         self._encoded: tuple[int, Any, bytes] | None = None  # kind, phase, bytes
 
     # The training's thread.
@@ -63,18 +44,15 @@ class Copies:
     def wanted(self) -> tuple[int, ...]:
         """Numbers of the state's arrays of which somebody waits for a copy: call `give` then."""
         with self._lock:
-            numbers = {number for wanted in self._wanted for number in wanted.numbers}
+            numbers = {number for numbers in self._wanted.values() for number in numbers}
             return tuple(sorted(numbers | {0})) if self._wanted else ()  # a position may have no arrays of its own
 
     def give(self, leaves: Mapping[int, np.ndarray], round: int, step: int) -> None:
         """Give copies of the `wanted` arrays, which nobody will change, after a round and a step."""
         with self._lock:
-            waiting, self._wanted = self._wanted, []
-            for one in waiting:
-                if leaves.keys() >= set(one.numbers):
-                    one.given.get_loop().call_soon_threadsafe(_resolve, one.given, Given(leaves, round, step))
-                else:  # asked for since
-                    self._wanted.append(one)
+            for given in [one for one, numbers in self._wanted.items() if leaves.keys() >= {*numbers}]:
+                del self._wanted[given]
+                given.get_loop().call_soon_threadsafe(_resolve, given, CaughtUp(round, step, dict(leaves)))
 
     # The network's thread.
 
@@ -104,18 +82,19 @@ class Copies:
             await self._run(_check_distance, *([x[n] for n in numbers] for x in (own.leaves, leaves)))
         return CaughtUp(position.round, position.step, leaves)
 
-    async def _copy(self, numbers: Sequence[int]) -> Given:
-        wanted = _Wanted(tuple(numbers), asyncio.get_running_loop().create_future())
+    async def _copy(self, numbers: Sequence[int]) -> CaughtUp:
+        """Return copies of these arrays, and where the training was."""
+        given: asyncio.Future[CaughtUp] = asyncio.get_running_loop().create_future()
         with self._lock:
-            self._wanted.append(wanted)
+            self._wanted[given] = numbers
         try:
             async with asyncio.timeout(GIVE_SECONDS):
-                return await wanted.given
+                return await given
         except TimeoutError:
             raise ConnectionLost(f"its training gave no copy of the weights in {GIVE_SECONDS:g} s") from None
         finally:
             with self._lock:
-                self._wanted = [one for one in self._wanted if one.given is not wanted.given]
+                self._wanted.pop(given, None)
 
     def _forget(self, kept: Any) -> None:
         if self._encoded is kept:
@@ -128,6 +107,6 @@ def _check_distance(own: Arrays, others: Arrays) -> None:
         raise ProtocolError(f"weights {distance:.3g} times their norm away from the own ones")
 
 
-def _resolve(future: "asyncio.Future[Given]", given: Given) -> None:
-    if not future.done():
-        future.set_result(given)
+def _resolve(given: "asyncio.Future[CaughtUp]", copied: CaughtUp) -> None:
+    if not given.done():
+        given.set_result(copied)

@@ -68,14 +68,7 @@ def dashboard(flags: argparse.Namespace) -> int:
 class DashboardServer:
     """HTTP server of the page, the watcher's JSON and the metrics, in threads, from `start` until `close`.
 
-    Args:
-      address: where to listen; port 0 takes any that is free.
-      watcher: what is served.
-
-    Attributes:
-      address: where it listens.
-
-    Raises `UserError` where it cannot listen.
+    At port 0 it listens at any that is free: see `address`. Raises `UserError` where it cannot listen.
     """
 
     def __init__(self, address: Address, watcher: Any):

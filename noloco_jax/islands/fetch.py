@@ -60,9 +60,7 @@ async def fetch(
     """Return a peer's exact weights, and its last round.
 
     Args:
-      network: calls to the peer.
-      peer: its name.
-      specs: of the weights.
+      network, peer, specs: the calls, its name, and the specs of its weights.
       folder: for the file that holds them.
       seconds: until the deadline.
       more: seconds beyond the deadline, for weights that will have come by then at their speed so far; None: as many.

@@ -1,4 +1,4 @@
-"""The end of an island's run with the mean of all islands' last weights: `outer.final_merge`.
+"""The end of an island's run: it serves its last weights, and with `outer.final_merge` takes the mean of all islands'.
 
 Every island that has taken its last step says so, serves its weights, and fetches those of the others that have. All
 add them up in the order of their ids, so those that merge the same islands get the same bits. One that is missing when
@@ -26,16 +26,11 @@ _GONE_SECONDS = 30.0  # for an island to give its weights that needs none, and m
 _STOPPED = "not merged, as it is told to stop: `island merge --workdirs` makes the mean of what is saved"
 
 
-class FinalMerge:
-    """The merge of an island's last weights with those of the others.
+class RunEnd:
+    """The end of the run of the island `own`.
 
-    Args:
-      steps: the island's outer steps.
-      own: its name.
-      seconds: to wait for islands that are later. Then, at least half a minute, those to fetch their weights, and again
-        for those that fetch this island's; twice as long for weights that are on their way.
-      is_stopping: returns True to stop waiting.
-      report: called with lines for people; the first process's are shown.
+    It waits so many seconds for islands that are later. Then it waits as long, at least half a minute, to fetch their
+    weights, and again for those that fetch its own; twice as long for weights that are on their way.
     """
 
     def __init__(
@@ -50,21 +45,33 @@ class FinalMerge:
         self._linger, self._seconds = seconds, max(seconds, _GONE_SECONDS)
         self._is_stopping, self._report = is_stopping, report
 
-    def __call__(self, state: TrainState, step: int) -> TrainState:
+    def linger(self, state: TrainState, step: int) -> None:
+        """Serve the weights after the last step until all islands have taken it."""
+        link = self._steps.link
+        if link is not None and self._linger and (unfinished := link.node.unfinished()):
+            self._report(
+                f"serves its weights until {', '.join(unfinished)} have finished, {self._linger:g} s at most, twice as "
+                "long while they are fetched"
+            )
+        self._steps.serve_until(state, step, self._linger, self._is_stopping, lambda node: node.unfinished())
+        if link is not None and (unfinished := link.node.unfinished()):
+            self._report(f"leaves; not known to have finished: {', '.join(unfinished)}")
+
+    def merge(self, state: TrainState, step: int) -> TrainState:
         """Return the state after the last inner step with the mean of the islands' weights, where there are others.
 
         An island that is no member, as it was removed, keeps its own weights: the others do not ask for them.
         """
         link, steps = self._steps.link, self._steps
         is_member = steps.processes.broadcast(
-            lambda: link is not None and self._own in link.active() and not link.is_removed
+            lambda: link is not None and self._own in link.node.active() and not link.is_removed
         )
         if link is not None:
             link.leave(pb.Status.FINISHED if is_member else pb.Status.LEAVING)
         if not is_member:
             self._report(f"not merged, as {self._own} is no member of the run now: it keeps its own weights")
             return state
-        steps.linger(state, step, self._linger, self._is_stopping, self._report)
+        self.linger(state, step)
         if self._is_stopping():
             return self._stopped(state)
         likes, structure = jax.tree.flatten(state.params)
@@ -105,7 +112,7 @@ class FinalMerge:
             )
         fetched = await asyncio.gather(*(self._fetch(link, name) for name in peers))
         found = dict(zip(peers, fetched, strict=True)) | {self._own: own}
-        names = link.active()
+        names = link.node.active()
         weights = {name: x for name in names if (x := found.get(name)) is not None and not isinstance(x, str)}
         mean = await link.run(checked_mean, weights, self._own)
         left_out = {name: reason for name, reason in found.items() if isinstance(reason, str)} | mean.left_out

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.roster import Roster
+from noloco_jax.optim.pairing import Pairing
 
 PATIENCE = 2  # rounds, for each fragment, for which a message waits for its partner's
 
@@ -19,29 +20,33 @@ class Plan:
       name: its name in the roster.
       roster: the members as they are known at the start.
       identity: values that must equal those of the others.
-      partner: (members of a round, round, name) -> name of the partner, or None; a pure function, the same everywhere.
+      pairing: of the islands that the run began with, in the order of their ids; the same everywhere.
       codec: form of messages.
       incarnation: larger than in every earlier start.
-      patience: rounds for which a message waits for its partner's.
+      sync_every, num_fragments: inner steps between two messages of a fragment, and fragments of a model.
       fits: (round, step) -> True where a run can be at both at once.
       saved: the protocol's state in the checkpoint to resume from: `Node.to_json`.
       details: JSON of what commands ask for.
-      advice: share of the messages that the link carries -> settings that fit it, for people.
       num_rounds: of the whole run; 0: unknown.
     """
 
     name: str
     roster: Roster
     identity: Mapping[str, str]
-    partner: Callable[[Sequence[str], int, str], str | None]
+    pairing: Pairing
     codec: "Codec"
     incarnation: int
-    patience: int = PATIENCE
+    sync_every: int
+    num_fragments: int = 1
     fits: Callable[[int, int], bool] = lambda round, step: True
     saved: Mapping[str, Any] | None = None
     details: str = ""
-    advice: Callable[[float], str] = lambda share: "send less"
     num_rounds: int = 0
+
+    @property
+    def patience(self) -> int:
+        """Rounds for which a message waits for its partner's."""
+        return PATIENCE * self.num_fragments
 
 
 class RoundOutcome(NamedTuple):

@@ -1,35 +1,36 @@
 """Island in a user's own loop: any model, inner optimizer and tree of arrays, averaged with peers over the network."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from noloco_jax.cluster.workdir_lock import WorkdirLock
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.checkpoints import OwnCheckpoints
-from noloco_jax.islands.final_merge import FinalMerge
-from noloco_jax.islands.interfaces import PATIENCE
+from noloco_jax.islands.final_merge import RunEnd
 from noloco_jax.islands.keys import open_membership
-from noloco_jax.islands.link_advice import settings_that_fit
-from noloco_jax.islands.membership import incarnation_of, write_incarnation
+from noloco_jax.islands.membership import digest, incarnation_of, run_identity, write_incarnation
 from noloco_jax.islands.network import NetworkPlan, NetworkThread
-from noloco_jax.islands.own_outer import checked_pairing, identity_of
 from noloco_jax.islands.own_state import OwnState
-from noloco_jax.islands.partners import partner_by
-from noloco_jax.islands.payload import codec_of, specs_of
+from noloco_jax.islands.payload import ArraySpec, codec_of, specs_of
+from noloco_jax.islands.peers import FIRST_WEIGHTS
 from noloco_jax.islands.roster import Roster, parse_address
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.islands.tree_spec import summary
 from noloco_jax.metrics.finite import is_finite
+from noloco_jax.optim.exchange.mean import MeanExchange
+from noloco_jax.optim.fragments import described
 from noloco_jax.optim.outer_step import OuterOptimizer
+from noloco_jax.optim.pairing import Pairing, RandomPairing, largest_group
 from noloco_jax.spmd.programs import TrainState
 
 PyTree = Any
@@ -100,7 +101,6 @@ class Island:
         )
         self._listen = None if listen is None else parse_address(listen)
         self._pairing = checked_pairing(outer, self._roster.num_founders)
-        self._partner = partner_by(self._pairing, outer.steps.fragments.count)
         self._outer, self._common = outer, dict(common or {})
         self._samples, self._save_every, self._keep = samples_per_step, save_every, keep
         self._linger, self._log_every, self._report = linger, log_every, report
@@ -154,7 +154,7 @@ class Island:
         if self._link is not None:
             raise ValueError("the island has begun already: call begin once, before the first step")
         self._state = own = OwnState(self._outer, params, rest, fresh)
-        steps, schedule = self._outer.steps, self._outer.steps.schedule
+        schedule = self._outer.steps.schedule
         self._checkpoints = OwnCheckpoints(self._workdir, own.saved_specs, self._keep)
         state, step, saved = self._start(params, rest)
         is_first = saved is None and self._roster.member(self._name).id < self._roster.num_founders
@@ -165,27 +165,26 @@ class Island:
             roster=self._roster,
             credentials=self._credentials,
             identity=identity_of(self._roster, self._outer, self._pairing, self._common, own.specs, first_weights),
-            partner=self._partner,
+            pairing=self._pairing,
             codec=codec_of(own.local.wire, own.local.message, own.local.payload, own.local.dims),
             state_codec=own.state_codec,
-            patience=PATIENCE * steps.fragments.count,
+            sync_every=int(schedule.sync_every),
+            num_fragments=schedule.fragments,
             fits=self._fits,
             workdir=self._workdir,
             incarnation=incarnation,
-            steps_per_round=schedule.gap,
             began_before=began_before,
             saved=saved,
             details=json.dumps({"config": None}),
-            advice=partial(settings_that_fit, own.local.wire.name, int(schedule.sync_every), prefix=""),
             listen=self._listen,
         )
         self._link = link = NetworkThread(plan, self._report)
         opened = link.open()
         outer_steps = IslandSteps(link, own.compiled(), own.from_peer, lambda step: schedule.sync_every * self._samples)
         opened.result()
-        merge = FinalMerge(outer_steps, self._name, self._linger, lambda: False, self._report)
+        end = RunEnd(outer_steps, self._name, self._linger, lambda: False, self._report)
         size = sum(spec.nbytes for spec in specs_of(own.local.payload))
-        self._sync = IslandSync(self._name, schedule, outer_steps, size, lambda state: None, merge, self._log_every)
+        self._sync = IslandSync(self._name, schedule, outer_steps, size, end, merges=True, log_every=self._log_every)
         link.begin().result()
         write_incarnation(self._workdir, incarnation)
         self._began = time.monotonic()
@@ -302,3 +301,56 @@ class Island:
 def _one(step: int) -> int:
     """Return the most steps of the schedule that an inner step stands for."""
     return 1
+
+
+def checked_pairing(outer: OuterOptimizer, count: int) -> Pairing:
+    """Return the pairing of an outer optimizer; raise `ValueError` where islands cannot follow it."""
+    if not isinstance(outer, OuterOptimizer) or not isinstance(outer.steps.exchange, MeanExchange):
+        raise ValueError("islands exchange in pairs: give outer=noloco_jax.noloco(...)")
+    if outer.steps.schedule.delay:
+        raise ValueError(
+            f"delay={outer.steps.schedule.delay} is not for islands: leave it out, corrections enter when they arrive"
+        )
+    pairing: Any = outer.steps.exchange.pairing
+    if pairing is None:
+        return RandomPairing(count)
+    if pairing.num_replicas != count or largest_group(pairing) > 2:
+        raise ValueError(
+            f"the pairing is of {pairing.num_replicas} replicas in groups of {largest_group(pairing)}, and the roster "
+            f"has {count} islands, which exchange in pairs: leave the pairing out"
+        )
+    return pairing
+
+
+def identity_of(
+    roster: Roster,
+    outer: OuterOptimizer,
+    pairing: Pairing,
+    common: Mapping[str, Any],
+    arrays: Mapping[str, ArraySpec],
+    first_weights: str,
+) -> dict[str, str]:
+    """Return the values that all islands of a run must have equal.
+
+    `first_weights` is a summary of them, empty where they are not compared.
+    """
+    steps = outer.steps
+    values = {f"outer.{field.name}": shown(getattr(steps.rule, field.name)) for field in dataclasses.fields(steps.rule)}  # type: ignore[arg-type]
+    values["outer.sync_every"] = str(steps.schedule.sync_every)
+    # As far as a few passes of a pool tell.
+    draws = [int(pairing.pool_index(draw, 0)) for draw in range(2 * len(pairing.pool))]
+    values["outer.pairing"] = digest([pairing.pool, draws])
+    values["outer.wire"] = steps.exchange.wire.name  # type: ignore[attr-defined]
+    values["outer.fragments"] = described(steps.fragments.count)
+    values |= {f"common.{name}": json.dumps(value) for name, value in common.items()}
+    values["arrays"] = digest([f"{name} {spec}" for name, spec in arrays.items()])
+    return run_identity(roster) | values | ({FIRST_WEIGHTS: first_weights} if first_weights else {})
+
+
+def shown(value: Any) -> str:
+    """Return a setting of the outer optimizer, or some values of its schedule, for islands to compare."""
+    if not callable(value):
+        return str(value)
+    schedule: Callable[[Any], Any] = value
+    numbers = (0, 1, 10, 100, 1_000, 10_000)
+    return ", ".join(f"{float(schedule(np.int32(number))):.6g} in round {number + 1}" for number in numbers)

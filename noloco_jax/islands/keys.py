@@ -58,15 +58,9 @@ class Credentials(NamedTuple):
 def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] = ()) -> list[str]:
     """Make the authority and the keys of every island that has none, and return their names.
 
-    Args:
-      roster: the islands.
-      folder: the folder of the keys; made when missing.
-      days: days that the islands' certificates are valid.
-      replace: islands whose keys are made anew, beside what else is in their folders. What others have is never written
-        over.
-
-    Raises:
-      UserError: if an island's folder is incomplete, the authority's key is not there to sign with, or has expired.
+    The islands in `replace` get new ones, beside what else is in their folders. What others have is never written over.
+    Raises `UserError` if an island's folder is incomplete, or the authority's key is not there to sign with, or has
+    expired.
     """
     for name in replace:
         roster.member(name)
@@ -175,19 +169,6 @@ def owner_of(folder: Path, roster: Roster) -> str:
     return owners[0]
 
 
-def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentials | None:
-    """Load the keys of island `name`; return None where none are given and all islands are on this machine.
-
-    Raises `UserError` for an unknown name, for what `load_keys` raises, and if an address can be reached from elsewhere
-    and there are no keys.
-    """
-    roster.member(name)
-    if folder is not None:
-        return load_keys(folder, name)
-    check_loopback(roster)
-    return None
-
-
 def check_loopback(roster: Roster) -> None:
     """Raise `UserError` where an address can be reached from elsewhere, so that keys are needed."""
     for island in roster.members:
@@ -207,14 +188,17 @@ def authority_in(folder: Path | None) -> bytes | None:
 def open_membership(
     roster: Path | Roster, name: str, keys: Path | None, workdir: Path
 ) -> tuple[Roster, Credentials | None]:
-    """Return the newest roster that an island knows, and its keys.
+    """Return the newest roster that an island knows, and its keys; None where all islands are on this machine.
 
-    Raises `UserError` as `read_run`, `credentials_for` and `newest`.
+    Raises `UserError` as `read_run`, `load_keys` and `newest`, for an unknown name, and where keys are needed.
     """
     authority = authority_in(keys)
     if not isinstance(roster, Roster):
         roster = read_run(roster, authority)
-    credentials = credentials_for(roster, name, keys)
+    roster.member(name)
+    if keys is None:
+        check_loopback(roster)
+    credentials = None if keys is None else load_keys(keys, name)
     return newest(workdir / MEMBERS_FILE, roster, authority), credentials
 
 

@@ -31,12 +31,8 @@ _ISLAND = (sys.executable, "-m", "noloco_jax.island")
 def local(flags: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Train `flags.number` islands, merge those that come to their end, and return the exit status.
 
-    Args:
-      flags: `number` of islands and `workdir`, which gets roster, keys and a folder for each.
-      arguments: passed on to each `island train`.
-
-    Raises:
-      UserError: if the folder is in use, or has a roster of another number of islands.
+    `flags.workdir` gets roster, keys and a folder for each; the arguments are passed on to each `island train`. Raises
+    `UserError` if the folder is in use, or has a roster of another number of islands.
     """
     workdir, number = flags.workdir, flags.number
     if number < 2:

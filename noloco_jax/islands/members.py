@@ -32,33 +32,31 @@ def keys(flags: argparse.Namespace) -> int:
     roster = read_roster(flags.roster)
     check_writable(flags.out)
     with signing_alone(flags.out):
-        return _keys(flags, roster)
-
-
-def _keys(flags: argparse.Namespace, roster: Roster) -> int:
-    path = flags.out / AUTHORITY
-    authority = path.read_bytes() if path.exists() else None
-    known = flags.out / MEMBERS_FILE
-    if known.exists() and read_members(known, None, authority).version > 1:
-        roster = newest(known, roster, authority)  # raises where the file has changed since
-    made = make_keys(roster, flags.out, flags.days, flags.replace)
-    if kept := [name for name in roster.names if name not in made]:
-        print(f"kept as they are: {', '.join(kept)}")
-    for name in made:
-        print(f"made: {flags.out / name}, valid for {flags.days} days; carry it to {name}'s machine, and nowhere else")
-    if made:
-        print(
-            f"{flags.out / AUTHORITY_KEY} signs for any name of {roster.run}: no island needs it, keep it off their "
-            "machines; you need it here again for `island invite` and `island remove`"
-        )
-    if roster.version == 0 and (made or not known.exists()):
-        roster = replace(roster, version=1).signed(authority_key(flags.out))
-        write_members(known, roster)
-    if flags.replace:
-        following = roster
-        for name in flags.replace:
-            following = following.changed(following.member(name)._replace(issued=issue_in(flags.out / name)))
-        _publish(flags.out, open_run(known, flags.out), replace(following, version=roster.version + 1))
+        path = flags.out / AUTHORITY
+        authority = path.read_bytes() if path.exists() else None
+        known = flags.out / MEMBERS_FILE
+        if known.exists() and read_members(known, None, authority).version > 1:
+            roster = newest(known, roster, authority)  # raises where the file has changed since
+        made = make_keys(roster, flags.out, flags.days, flags.replace)
+        if kept := [name for name in roster.names if name not in made]:
+            print(f"kept as they are: {', '.join(kept)}")
+        for name in made:
+            print(
+                f"made: {flags.out / name}, valid for {flags.days} days; carry it to {name}'s machine, and nowhere else"
+            )
+        if made:
+            print(
+                f"{flags.out / AUTHORITY_KEY} signs for any name of {roster.run}: no island needs it, keep it off "
+                "their machines; you need it here again for `island invite` and `island remove`"
+            )
+        if roster.version == 0 and (made or not known.exists()):
+            roster = replace(roster, version=1).signed(authority_key(flags.out))
+            write_members(known, roster)
+        if flags.replace:
+            following = roster
+            for name in flags.replace:
+                following = following.changed(following.member(name)._replace(issued=issue_in(flags.out / name)))
+            _publish(flags.out, open_run(known, flags.out), replace(following, version=roster.version + 1))
     return 0
 
 
@@ -116,7 +114,7 @@ def remove(flags: argparse.Namespace) -> int:
         published = _publish(flags.keys, found.run, roster.changed(former._replace(until_round=max(first, 1))))
     if not found.statuses:
         raise UserError(
-            f"none of the islands answers ({next(iter(found.answers.values()), 'there is none')}): "
+            f"none of the islands answers ({found.fault}): "
             f"{flags.keys / MEMBERS_FILE} has version {published.version}; give the same command again once one answers"
         )
     return 0
@@ -169,8 +167,9 @@ def _first_round(flags: argparse.Namespace, found: Found) -> int:
             )
         return flags.from_round - 1
     if not found.statuses:
-        reason = next(iter(found.answers.values()), "there is none")
-        raise UserError(f"none of the islands answers ({reason}), so that their round is unknown: give --from_round=N")
+        raise UserError(
+            f"none of the islands answers ({found.fault}), so that their round is unknown: give --from_round=N"
+        )
     first = found.round + 1 + lead(len(found.run.roster.active(max(found.round, 0))) + 1)
     if first >= (found.num_rounds or math.inf):
         raise UserError(

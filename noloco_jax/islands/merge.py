@@ -96,7 +96,8 @@ def merge(flags: argparse.Namespace) -> int:
     check_new_folder(flags.out)
     if not flags.evaluate:
         jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
-    with tempfile.TemporaryDirectory(prefix=".merged-", dir=_parent(flags.out)) as root:
+    flags.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".merged-", dir=flags.out.parent) as root:
         config, tokenizer, merged = asyncio.run(_merged(flags, Path(root)))
         made = Path(root) / "model"
         made.mkdir()
@@ -116,11 +117,6 @@ def merge(flags: argparse.Namespace) -> int:
     return 0
 
 
-def _parent(folder: Path) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return folder.parent
-
-
 async def _merged(flags: argparse.Namespace, folder: Path) -> tuple[TrainConfig, Tokenizer | None, Merged]:
     async with contextlib.AsyncExitStack() as stack:
         if flags.roster is None:
@@ -136,7 +132,7 @@ async def _merged(flags: argparse.Namespace, folder: Path) -> tuple[TrainConfig,
         tokenizer = tokenizer_of(config.data, None if is_named or flags.workdirs is None else flags.workdirs[0])
         if tokenizer is not None:
             source.check_tokenizer(tokenizer)
-        return config, tokenizer, await mean_of(without(source, flags.without), print, flags.at_least)
+        return config, tokenizer, await mean_of(source, print, flags.at_least, flags.without)
 
 
 async def of_live_islands(
@@ -144,18 +140,12 @@ async def of_live_islands(
 ) -> Source:
     """Ask all members of a run for what they train.
 
-    Args:
-      run: the run.
-      dialler: calls its islands.
-      ask_seconds: to wait for each to answer.
-      seconds: to wait for the weights of each, see `fetch`.
-      folder: for the weights.
-
+    Each has `ask_seconds` to answer, and `seconds` to give its weights, see `fetch`, which go to files in `folder`.
     Raises `UserError` where nobody answers, and where an island's run or model is another than the first one's.
     """
     found = await ask_all(run, dialler, ask_seconds, wants_details=True)
     active = found.run.roster.active(max(found.round, 0))
-    away = {name: answer for name, answer in found.answers.items() if isinstance(answer, str) and name in active}
+    away = {name: one.fault for name, one in found.islands.items() if one.fault and name in active}
     details: dict[str, dict[str, Any]] = {}
     for name, status in found.statuses.items():
         if name not in active:
@@ -240,36 +230,26 @@ def of_folders(workdirs: Sequence[Path], folder: Path) -> Source:
     return Source(configs[workdirs[0]], check_tokenizer, parts, {})
 
 
-def without(source: Source, names: Sequence[str]) -> Source:
-    """Leave islands out by the user's choice; raise `UserError` for a name that none has."""
-    known = {**source.parts, **source.away}
-    for name in names:
-        if name not in known:
-            raise UserError(f"--without={name}: the islands are {', '.join(known)}")
-    parts = {name: get for name, get in source.parts.items() if name not in names}
-    return replace(source, parts=parts, away={**source.away, **dict.fromkeys(names, "left out by --without")})
-
-
-async def mean_of(source: Source, log: Callable[[str], None], at_least: int = 1) -> Merged:
+async def mean_of(source: Source, log: Callable[[str], None], at_least: int = 1, without: Sequence[str] = ()) -> Merged:
     """Average all weights that can be had, and are not out of line.
 
-    Args:
-      source: the access to the weights.
-      log: called with a line for each island: once its weights have come or failed, and if they are left out.
-      at_least: the smallest number of islands to average.
-
-    Raises `UserError` where fewer can be had, and where two disagree.
+    It logs a line for each island: once its weights have come or failed, and if they are left out. Raises `UserError`
+    where fewer than `at_least` can be had, where two disagree, and for an unknown name in `without`.
     """
+    known = {**source.parts, **source.away}
+    if unknown := [name for name in without if name not in known]:
+        raise UserError(f"--without={unknown[0]}: the islands are {', '.join(known)}")
+    parts = {name: get for name, get in source.parts.items() if name not in without}
 
     def leave_out(name: str, reason: str) -> None:
         away[name] = reason
         log(f"{name}: {reason.removeprefix(f'{name} ')}")
 
     away, found, rounds = dict[str, str](), dict[str, list[np.ndarray]](), dict[str, int]()
-    for name, reason in source.away.items():
+    for name, reason in {**source.away, **dict.fromkeys(without, "left out by --without")}.items():
         leave_out(name, reason)
-    for number, (name, get) in enumerate(source.parts.items()):
-        _check_number(len(found) + len(source.parts) - number, at_least, away)  # fail before time is spent on the next
+    for number, (name, get) in enumerate(parts.items()):
+        _check_number(len(found) + len(parts) - number, at_least, away)  # fail before time is spent on the next
         try:
             found[name], rounds[name] = await get()
         except (ConnectionLost, ProtocolError) as error:

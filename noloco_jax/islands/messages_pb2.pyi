@@ -77,24 +77,14 @@ class No(_message.Message):
     __slots__ = ("reason", "text", "round", "roster_version")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        UNKNOWN: _ClassVar[No.Reason]
-        OVER: _ClassVar[No.Reason]
-        NOT_PARTNER: _ClassVar[No.Reason]
-        LEAVING: _ClassVar[No.Reason]
-        QUARANTINED: _ClassVar[No.Reason]
+        OTHER: _ClassVar[No.Reason]
         WRONG: _ClassVar[No.Reason]
         NOT_TRAINING: _ClassVar[No.Reason]
         OVER_BEFORE: _ClassVar[No.Reason]
-        BUSY: _ClassVar[No.Reason]
-    UNKNOWN: No.Reason
-    OVER: No.Reason
-    NOT_PARTNER: No.Reason
-    LEAVING: No.Reason
-    QUARANTINED: No.Reason
+    OTHER: No.Reason
     WRONG: No.Reason
     NOT_TRAINING: No.Reason
     OVER_BEFORE: No.Reason
-    BUSY: No.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]

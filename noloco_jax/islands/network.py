@@ -52,7 +52,6 @@ class NetworkPlan(Plan):
       credentials: its keys; None without TLS.
       state_codec: the forms in which the state travels.
       workdir: keeps the newest roster.
-      steps_per_round: inner steps of the schedule.
       by_time: True for `--pace=time`.
       began_before: True if an earlier start of this island has trained.
       listen: the address to listen at; None: the port of the roster's address, on all of the machine's addresses.
@@ -61,7 +60,6 @@ class NetworkPlan(Plan):
     credentials: Credentials | None
     state_codec: StateCodec
     workdir: Path
-    steps_per_round: float
     by_time: bool = False
     began_before: bool = False
     listen: Address | None = None
@@ -70,12 +68,7 @@ class NetworkPlan(Plan):
 class NetworkThread:
     """An island's network thread. Methods are those of the training's thread, unless they say otherwise.
 
-    Args:
-      plan: what the island brings.
-      report: called with lines for people, from any thread.
-
-    Attributes:
-      is_listening: True once others can call.
+    `report` is called with lines for people, from any thread. `is_listening` is True once others can call.
     """
 
     def __init__(self, plan: NetworkPlan, report: Callable[[str], None]):
@@ -90,8 +83,7 @@ class NetworkThread:
         self._loop.set_exception_handler(self._log_fault)
         self._thread = threading.Thread(target=self._loop.run_forever, name="island-network", daemon=True)
         self._is_closed = self.is_listening = False
-        self._asking: Future[Any] | None = None
-        self.pace = Pace(plan.steps_per_round, plan.by_time)
+        self.pace = Pace(plan.sync_every / plan.num_fragments, plan.by_time)
         self.dialler = Dialler(plan.name, plan.credentials, plan.roster)
         authority = None if plan.credentials is None else plan.credentials.authority
         parse = None if authority is None else partial(parse_document, run=plan.roster.run, authority=authority)
@@ -124,8 +116,6 @@ class NetworkThread:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._asking is not None:
-            self._asking.cancel()
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -199,10 +189,6 @@ class NetworkThread:
         """True once the island has ended its last round as a member."""
         return self.node.table.is_removed
 
-    def active(self) -> tuple[str, ...]:
-        """Return the members of the last round, by their ids."""
-        return self.node.table.roster.active(max(self.node.table.round, 0))
-
     # Weights for others.
 
     @property
@@ -217,7 +203,7 @@ class NetworkThread:
 
     def ask(self, names: Sequence[str], seconds: float) -> None:
         """Begin to ask peers where they are."""
-        self._asking = self.submit(self.node.table.ask(names, seconds))
+        self.submit(self.node.table.ask(names, seconds))
 
     # As `TrainerCallbacks`, on the network's thread.
 

@@ -20,12 +20,7 @@ SILENT = 3  # questions in a row without an answer, after which a peer that has 
 class Node:
     """One island among its peers.
 
-    Args:
-      plan: what the island brings.
-      network: calls to the others.
-      trainer: the training.
-      pace: of this island.
-      parse: (document) -> roster; raises `BadRosterError`. None: a newer roster is never taken, without TLS.
+    `parse` maps a document to a roster or raises `BadRosterError`; None: a newer roster is never taken, without TLS.
     """
 
     def __init__(
@@ -39,8 +34,7 @@ class Node:
         self.step = 0
         self.figures: dict[str, float] = {}
         self._donated: int | None = None  # round of a donor's weights, until the training continues from them
-        self._details, self._num_rounds = plan.details, plan.num_rounds
-        self.table = PeerTable(plan, network, trainer, pace, parse, self._peer_ended, self._members_changed)
+        self.table = PeerTable(plan, network, trainer, pace, parse, lambda: self.meetings.end_absent())
         self.meetings = Meetings(self.table, plan.saved)
 
     # The training's side.
@@ -48,14 +42,8 @@ class Node:
     def round_ended(self, round: int, step: int, own: Any, norm: float, tokens: int) -> None:
         """End a round: its message waits for the partner's.
 
-        Rounds of weights whose place a donor's take are left out, until the training continues from the donor's.
-
-        Args:
-          round: one more than the last one.
-          step: inner steps behind it.
-          own: the message, for the codec.
-          norm: Euclidean, of the message.
-          tokens: that were trained on in it.
+        Rounds of weights whose place a donor's take are left out, until the training continues from the donor's. The
+        round is one more than the last one, `own` the message for the codec, and `norm` its Euclidean one.
         """
         if self._donated is not None:
             return
@@ -64,6 +52,12 @@ class Node:
         table.round, self.step = round, step
         table.pace.round_ended(round, asyncio.get_running_loop().time())
         self.meetings.begin(round, own, norm, tokens)
+        if table.pace.has_paused_in_vain:
+            table.log_once(
+                "unequal",
+                f"the others are later, although {table.name} pauses for a third of its time: islands of unequal speed "
+                "rarely exchange in equal steps; start all of them with --pace=time (nj.Island has no pace)",
+            )
         table.notify()
 
     def applied(self, round: int) -> None:
@@ -103,20 +97,26 @@ class Node:
 
     # From any thread, without waiting: what peers have told so far.
 
+    def active(self) -> tuple[str, ...]:
+        """Return the members of the last round, by their ids."""
+        return self.table.roster.active(max(self.table.round, 0))
+
     def finished(self) -> list[str]:
-        """Return the members that have taken their last step."""
-        return [peer.name for peer in self._active() if peer.phase in FINISHED]
+        """Return the other members that have taken their last step."""
+        return [peer.name for peer in self._peers(self.active()) if peer.phase in FINISHED]
 
     def unfinished(self) -> list[str]:
-        """Return the members that are not known to have taken their last step, and may still take it."""
-        return [peer.name for peer in self._active() if peer.phase not in (*FINISHED, pb.Status.GONE)]
+        """Return the other members that are not known to have taken their last step, and may still take it."""
+        return [peer.name for peer in self._peers(self.active()) if peer.phase not in (*FINISHED, pb.Status.GONE)]
 
     def unmerged(self, names: Iterable[str]) -> list[str]:
         """Return those of these peers that may still want this island's last weights: they have not gone."""
         over = (pb.Status.MERGED, pb.Status.LEAVING, pb.Status.GONE)
+        return [peer.name for peer in self._peers(names) if peer.phase not in over and peer.silent < SILENT]
+
+    def _peers(self, names: Iterable[str]) -> list[Peer]:
         known = self.table.peers  # once: the network's thread may replace it
-        peers = [known[name] for name in names if name in known]
-        return [peer.name for peer in peers if peer.phase not in over and peer.silent < SILENT]
+        return [known[name] for name in names if name in known]
 
     # The peers' side.
 
@@ -128,11 +128,10 @@ class Node:
             table.take_roster(greeting.roster.SerializeToString(), name)
         wrong, peer = "", table.peers.get(name)
         if peer is not None and greeting.identity:
-            peer.wrong = wrong = difference(table.identity, greeting.identity, name)
-            table.hear(name, incarnation=greeting.incarnation)
+            peer.wrong = wrong = difference(table.plan.identity, greeting.identity, name)
+            table.hear(name, incarnation=greeting.incarnation, roster_version=greeting.roster_version)
             if greeting.incarnation == peer.incarnation:  # not one of an earlier start
                 table.hear_phase(name, greeting.phase)
-            table.take_news(name, greeting.roster_version)
         elif peer is not None and greeting.phase in (pb.Status.GONE, pb.Status.MERGED):  # its launcher tells it
             table.hear(name, 0)
             table.hear_phase(name, greeting.phase)
@@ -147,11 +146,11 @@ class Node:
             for about in (table.peers[other] for other in greeting.about if other in table.peers):
                 status.peers.add(name=about.name, phase=about.phase)
         if wrong:
-            status.wrong = difference(greeting.identity, table.identity, table.name)
+            status.wrong = difference(greeting.identity, table.plan.identity, table.name)
         if (greeting.wants_roster or ended) and table.roster.version > greeting.roster_version:
             status.roster.ParseFromString(table.roster.document)
         if greeting.wants_details and not ended:
-            status.details = self._details
+            status.details = table.plan.details
         return status
 
     async def watched(self, request: pb.WatchRequest) -> AsyncGenerator[pb.Status, None]:
@@ -164,11 +163,6 @@ class Node:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(request.every_seconds):
                     await table.until(lambda: table.phase != phase)  # noqa: B023 - awaited before the next one
-
-    def _active(self) -> list[Peer]:
-        """Return the other members of the last round, by their ids."""
-        table, known = self.table, self.table.peers
-        return [known[name] for name in table.roster.active(max(table.round, 0)) if name in known]
 
     def status(self, for_people: bool = False) -> pb.Status:
         """Return this island's status; for people with figures, its latest lines, and the peers that have a fault.
@@ -185,12 +179,12 @@ class Node:
             due=meetings.due,
             committed=meetings.committed,
             one_sided=meetings.one_sided,
-            steps_late=meetings.steps_late,
+            steps_late=meetings.steps_late / max(meetings.committed, 1),
             partner=(table.partner(table.round) or "") if table.round >= 0 else "",
             roster_version=table.roster.version,
-            num_members=len(table.roster.active(max(table.round, 0))),
+            num_members=len(self.active()),
             round_seconds=table.pace.round_seconds(),
-            num_rounds=self._num_rounds,
+            num_rounds=table.plan.num_rounds,
         )
         if not for_people:
             return status
@@ -200,9 +194,3 @@ class Node:
         for name, fault in itertools.islice((found for found in faults if found[1]), FAULTS):
             status.peers.add(name=name, fault=fault)
         return status
-
-    def _peer_ended(self, peer: Peer) -> None:
-        self.meetings.peer_left(peer)
-
-    def _members_changed(self) -> None:
-        self.meetings.end("the partner is no member any more", lambda meeting: meeting.partner not in self.table.peers)

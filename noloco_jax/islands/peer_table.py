@@ -5,6 +5,7 @@ training are behind `Network` and `TrainerCallbacks`; tests have both in memory,
 """
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from noloco_jax.islands.interfaces import Network, Plan, TrainerCallbacks
 from noloco_jax.islands.pace import Pace
 from noloco_jax.islands.peers import ENDED, FINISHED, Peer, check_status, digest
 from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe, version_of
+from noloco_jax.optim.pairing import Pairing, RandomPairing
 
 LOG_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
 ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster
@@ -27,8 +29,7 @@ class PeerTable:
 
     Args:
       plan, network, trainer, pace, parse: as for `Node`.
-      peer_ended: called with a peer that begins no further exchange.
-      members_changed: called when peers have come or gone.
+      peers_changed: called when peers have come or gone, or begin no further exchange.
     """
 
     def __init__(
@@ -38,26 +39,23 @@ class PeerTable:
         trainer: TrainerCallbacks,
         pace: Pace,
         parse: Callable[[bytes], Roster] | None,
-        peer_ended: Callable[[Peer], None],
-        members_changed: Callable[[], None],
+        peers_changed: Callable[[], None],
     ):
         saved = plan.saved
-        self.name, self.roster, self.identity, self.codec = plan.name, plan.roster, plan.identity, plan.codec
-        self.patience, self.incarnation, self.digest = plan.patience, plan.incarnation, digest(plan.identity)
+        self.plan, self.name, self.patience, self.fits = plan, plan.name, plan.patience, plan.fits
+        self.roster, self.incarnation, self.digest = plan.roster, plan.incarnation, digest(plan.identity)
         self.network, self.trainer, self.pace = network, trainer, pace
         self.round: int = saved["round"] if saved else -1
         self.has_averaged: bool = bool(saved and saved["has_averaged"])
         self.phase: Any = pb.Status.STARTING
         self.peers: dict[str, Peer] = {}
         self.notices: list[str] = []
-        self.fits, self.advice, self._plan, self._parse = plan.fits, plan.advice, plan, parse
-        self._peer_ended, self._members_changed = peer_ended, members_changed
+        self._parse, self._peers_changed = parse, peers_changed
         self._changed = asyncio.Event()  # set and replaced at every change that somebody may wait for
         self._tasks: set[asyncio.Task] = set()
         self._bad_senders: dict[str, float] = {}  # who sent a roster that nobody signed, and when
-        self._logged: dict[
-            tuple[str, str], tuple[int, float]
-        ] = {}  # (peer, kind) -> lines so far, time of the last logged
+        self._logged: dict[tuple[str, str], tuple[int, float]] = {}  # (peer, kind) -> lines so far, time of the last
+        self._logged_once: set[str] = set()
         self.follow(plan.roster)
         for other, (count, size, until) in (saved["peers"] if saved else {}).items():
             if other in self.peers:
@@ -66,7 +64,20 @@ class PeerTable:
     def partner(self, round: int) -> str | None:
         """Return the partner of a round, or None."""
         active = self.roster.active(round)
-        return self._plan.partner(active, round, self.name) if self.name in active and len(active) > 1 else None
+        if self.name not in active or len(active) < 2:
+            return None
+        draw, fragment = divmod(round, self.plan.num_fragments)
+        pairing, me = _resized(self.plan.pairing, len(active)), active.index(self.name)
+        groups = pairing.pool[int(pairing.pool_index(draw, fragment))]
+        return next((active[i] for group in groups if me in group for i in group if i != me), None)
+
+    def dials(self, peer: str, round: int) -> bool | None:
+        """Return whether this island dials a partner, rather than being dialled; None: neither can."""
+        members = [self.roster.member(name) for name in (self.name, peer)]
+        own, other = (member.address.can_be_dialled for member in members)
+        if not (own and other):
+            return other if own or other else None
+        return (members[0].id < members[1].id) is (round % 2 == 0)
 
     def end_of(self, name: str) -> str:
         """Return that an island is a member no more, once this one has ended a round without it; else an empty text."""
@@ -80,13 +91,20 @@ class PeerTable:
 
     # Peers.
 
-    def hear(self, name: str, round: int = -1, incarnation: int = 0) -> None:
-        """Learn what a peer tells of itself; -1 and 0 stand for what it does not tell."""
+    def hear(self, name: str, round: int = -1, incarnation: int = 0, roster_version: int = 0) -> None:
+        """Learn what a peer tells of itself; -1 and 0 stand for what it does not tell.
+
+        If it has a newer roster, it is asked for that, and not too often.
+        """
         peer = self.peers[name]
         peer.silent = 0
         if incarnation > peer.incarnation:
             peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
         peer.round = max(peer.round, round)
+        is_due = self._now() - peer.asked_for_roster >= ROSTER_SECONDS
+        if roster_version > self.roster.version and self._parse is not None and is_due:
+            peer.asked_for_roster = self._now()
+            self.start(self.ask([name], wants_roster=True))
 
     def hear_phase(self, name: str, phase: Any) -> None:
         """Learn a peer's phase: it ends once, and for good until a later start, so that what comes late is ignored."""
@@ -96,7 +114,7 @@ class PeerTable:
         has_ended = phase in ENDED and peer.phase not in ENDED
         peer.phase = phase
         if has_ended:
-            self._peer_ended(peer)
+            self._peers_changed()
         self.notify()
 
     async def ask(self, names: Iterable[str], seconds: float = GREET_SECONDS, **fields: Any) -> dict[str, pb.Status]:
@@ -120,9 +138,8 @@ class PeerTable:
             if not status.wrong:
                 found[name] = status
                 is_known = status.round_seconds or status.phase in FINISHED
-                self.hear(name, status.round if is_known else -1, status.incarnation)
+                self.hear(name, status.round if is_known else -1, status.incarnation, status.roster_version)
                 self.hear_phase(name, status.phase)
-                self.take_news(name, status.roster_version)
             if status.HasField("roster"):
                 self.take_roster(status.roster.SerializeToString(), name)
 
@@ -132,7 +149,7 @@ class PeerTable:
     def greeting(self, **fields: Any) -> pb.Greeting:
         """Return a greeting of this island."""
         return pb.Greeting(
-            identity=self.identity,
+            identity=self.plan.identity,
             incarnation=self.incarnation,
             roster_version=self.roster.version,
             phase=self.phase,
@@ -167,17 +184,8 @@ class PeerTable:
             self.log(line)
         self.trainer.keep(roster)
         self.follow(roster)
-        self._members_changed()
+        self._peers_changed()
         self.notify()
-
-    def take_news(self, name: str, version: int) -> None:
-        """Ask a peer for its roster if it has a newer one, and not too often."""
-        if version <= self.roster.version or self._parse is None or name not in self.peers:
-            return
-        peer = self.peers[name]
-        if self._now() - peer.asked_for_roster >= ROSTER_SECONDS:
-            peer.asked_for_roster = self._now()
-            self.start(self.ask([name], wants_roster=True))
 
     # Tasks, time, lines.
 
@@ -224,7 +232,27 @@ class PeerTable:
         if is_told:
             self.log(line if count == 1 else f"{line}; number {count} of such lines on {name}")
 
+    def log_once(self, kind: str, line: str) -> None:
+        """Log the first line of a kind."""
+        if kind not in self._logged_once:
+            self._logged_once.add(kind)
+            self.log(line)
+
     def log(self, line: str) -> None:
         """Log a line for people, and for those who watch."""
         self.notices = [*self.notices[-19:], line[:300]]
         self.trainer.log(line)
+
+
+@functools.lru_cache(maxsize=8)
+def _resized(pairing: Pairing, count: int) -> Pairing:
+    """Return the pairing of another number of islands, as members come and go: random pairs of the same seed.
+
+    Pairs of a hypercube need a power of two.
+    """
+    if pairing.num_replicas == count:
+        return pairing
+    if not isinstance(pairing, RandomPairing):
+        return RandomPairing(count)
+    order = "passes" if pairing.order == "hypercube" and count & (count - 1) else pairing.order
+    return RandomPairing(count, seed=pairing.seed, order=order)

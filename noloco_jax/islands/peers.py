@@ -12,6 +12,7 @@ from noloco_jax.islands.exchange import MAX_TOKENS, ProtocolError
 
 PROTOCOL = "10"  # islands of two protocols refuse each other
 MAX_ROUND = 2**40
+BROKEN_IN_A_ROW, QUARANTINE_ROUNDS = 3, 16
 MAX_VALUES, MAX_TEXT = 512, 4096  # of an identity
 FAULTS, LINES = 8, 3  # in a status: of so many peers, and the latest lines
 MAX_ABOUT = 1000  # islands that one greeting is about
@@ -59,8 +60,23 @@ class Peer:
     asked_for_roster: float = -math.inf
     delay: float = 0.0
 
+    def count_broken(self, round: int) -> bool:
+        """Count a broken message; return True after several in a row, which leave it out for a while."""
+        self.broken = (self.broken + 1) % BROKEN_IN_A_ROW
+        if not self.broken:
+            self.quarantined_until = round + 1 + QUARANTINE_ROUNDS
+        return not self.broken
+
+    def absence(self, round: int) -> str:
+        """Return the reason for which a message of a round is not exchanged with it, or an empty text."""
+        if self.quarantined_until > round:
+            return "the partner is in quarantine"
+        if self.phase in ENDED:
+            return "the partner has finished" if self.phase in FINISHED else "the partner has left"
+        return "the two refuse each other" if self.wrong else ""
+
     def fault(self, round: int) -> str:
-        """Return the reason for which nothing is exchanged with it in a round, or an empty text."""
+        """Return the reason for which nothing is exchanged with it, for people, or an empty text."""
         if self.wrong:
             return self.wrong
         if self.quarantined_until > max(round, 0):

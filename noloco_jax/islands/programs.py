@@ -86,10 +86,7 @@ def build_local(config: TrainConfig, programs: Programs) -> LocalPrograms:
 def build_own(outer: OuterOptimizer, params: PyTree, state: OuterState) -> LocalPrograms:
     """Build the programs of a user's loop, whose parameters and state have no axis of replicas.
 
-    Args:
-      outer: the outer optimizer.
-      params: shapes, dtypes and shardings of the parameters, which are the user's and are not donated.
-      state: the same of the outer state.
+    `params` and `state` have shapes, dtypes and shardings. The parameters are the user's and are not donated.
     """
     return _local_of(outer, outer.local_step, outer.apply, params, state, None, donate=(1,))
 
@@ -106,13 +103,10 @@ def _local_of(
     """Build the programs of two transitions of an outer optimizer whose groups exchange.
 
     Args:
-      outer: the outer optimizer.
       local_step: (params, state) -> (params, state, Outgoing), of which the last has no axis of replicas.
       apply_correction: (params, state, Arrived, number) -> (params, state); likewise.
-      params: shapes, dtypes and shardings of the parameters.
-      state: the same of the outer state.
+      params, state: shapes, dtypes and shardings.
       whole: the sharding of messages; None: as the compiler chooses.
-      donate: the arguments to donate.
     """
     wire: Wire | Modulo = outer.steps.exchange.wire  # type: ignore[attr-defined]
     placed = shardings_of((params, state))

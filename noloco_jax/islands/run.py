@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,10 @@ from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.files import full_disk_reported
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CaughtUp
-from noloco_jax.islands.final_merge import FinalMerge
-from noloco_jax.islands.interfaces import PATIENCE
+from noloco_jax.islands.final_merge import RunEnd
 from noloco_jax.islands.keys import open_membership
-from noloco_jax.islands.link_advice import settings_that_fit
 from noloco_jax.islands.membership import Membership, incarnation_of, write_incarnation
 from noloco_jax.islands.network import NetworkPlan, NetworkThread, is_done
-from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.payload import StateCodec, codec_of, specs_of
 from noloco_jax.islands.programs import LocalPrograms, at_rest, build_local, compile_local
 from noloco_jax.islands.roster import parse_address
@@ -54,24 +52,15 @@ _SHOWN = ("loss", "perplexity", "tokens_per_second")
 
 
 def train_island(config: TrainConfig, rank: ProcessRank | None, flags: argparse.Namespace) -> int:
-    """Train as the island that the flags name; check everything before compiling.
+    """Train as the island that the flags of `island train` name; check everything before compiling.
 
-    Args:
-      config: the run.
-      rank: of this process among the island's; None: the only one.
-      flags: those of `island train`.
+    `rank` is that of this process among the island's; None: the only one.
     """
     roster, credentials = open_membership(flags.roster, flags.name, flags.keys, flags.workdir)
     if not 0 <= flags.linger < math.inf:
         raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
-    member = Membership(
-        roster,
-        flags.name,
-        credentials,
-        flags.pace,
-        flags.linger,
-        None if flags.listen is None else parse_address(flags.listen),
-    )
+    listen = None if flags.listen is None else parse_address(flags.listen)
+    member = Membership(roster, flags.name, credentials, flags.pace, flags.linger, listen)
     member.check(config)
     use_gpu_memory()
     with (
@@ -79,21 +68,15 @@ def train_island(config: TrainConfig, rank: ProcessRank | None, flags: argparse.
         full_disk_reported(flags.workdir),
     ):
         use_cpu_cores(member.own(config).mesh, 1, num_processes=num_processes)
-        return train(
-            config, member, flags.workdir, RunFlags(flags.from_step, flags.dry_run, flags.force_unlock, flags.wandb)
-        )
+        run_flags = RunFlags(flags.from_step, flags.dry_run, flags.force_unlock, flags.wandb)
+        return train(config, member, flags.workdir, run_flags)
 
 
 def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: RunFlags) -> int:
     """Train one replica in its own program, which exchanges with other islands over the network.
 
-    Of an island of several processes, the first one alone exchanges with the others, see `steps.py`.
-
-    Args:
-      run_config: the run of all islands.
-      member: the run's place among the islands.
-      workdir: the island's own folder.
-      flags: of this start.
+    Of an island of several processes, the first one alone exchanges with the others, see `steps.py`. `run_config` is
+    the run of all islands.
     """
     # Check.
     member.check(run_config)
@@ -122,11 +105,10 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
         plan = link = None
         if processes.is_first:
             fingerprint = None if setup.tokenizer is None else setup.tokenizer.fingerprint
-            plan = link_plan(
-                run_config, member, local, setup.programs, workdir, saved and saved.sync_state, fingerprint
-            )
+            former = saved and saved.sync_state
+            plan = link_plan(run_config, member, local, setup.programs, workdir, former, fingerprint)
             link = stack.enter_context(closing(NetworkThread(plan, report)))
-        if not _until(processes, never if link is None else partial(is_done, link.open()), stop.is_due):
+        if not _until_done(processes, link and link.open(), stop.is_due):
             return phases.before_training(setup, stop)
 
         # Compile.
@@ -135,13 +117,22 @@ def train(run_config: TrainConfig, member: Membership, workdir: Path, flags: Run
         if programs is None:
             return phases.before_training(setup, stop)
         steps = island_steps(config, member, link, local, programs, processes)
-        sync = _sync_of(config, member, steps, messages, stop.is_due, report)
+        end = RunEnd(steps, member.name, member.linger, stop.is_due, report)
+        sync = IslandSync(
+            member.name,
+            _schedule(config),
+            steps,
+            int(messages.outer_step),
+            end,
+            merges=config.outer.final_merge,
+            log_every=config.log_every,
+        )
 
         # Resume, and begin together with the others.
         state = phases.first_state(setup, opened, programs, given)
         del given  # its memory
         processes.wait_at("compiled", _COMPILE_SECONDS)
-        if not _until(processes, never if link is None else partial(is_done, link.begin()), stop.is_due):
+        if not _until_done(processes, link and link.begin(), stop.is_due):
             return phases.before_training(setup, stop)
         if plan is not None:
             write_incarnation(workdir, plan.incarnation)
@@ -170,18 +161,9 @@ def link_plan(
     saved: Mapping[str, Any] | None,
     tokenizer: str | None,
 ) -> NetworkPlan:
-    """Return what an island's network needs to know.
+    """Return what an island's network needs to know; raise `UserError` if it is no member any more.
 
-    Args:
-      config: the run of all islands.
-      member: the island.
-      local, programs: its programs.
-      workdir: its folder.
-      saved: the protocol's state in its checkpoint; None: a new run.
-      tokenizer: the fingerprint of the run's tokenizer, if it has one.
-
-    Raises:
-      UserError: if the island is no member in that round.
+    `saved` is the protocol's state in its checkpoint, None in a new run; `tokenizer` the fingerprint of the run's.
     """
     pairing: Any = METHODS[config.method].pairing
     schedule = _schedule(config)
@@ -192,20 +174,19 @@ def link_plan(
         roster=member.roster,
         credentials=member.credentials,
         identity=member.identity(config, programs, tokenizer),
-        partner=partner_by(pairing(config.num_replicas, config.seed, config.outer), config.outer.fragments),
+        pairing=pairing(config.num_replicas, config.seed, config.outer),
         codec=codec_of(local.wire, local.message, local.payload, local.dims),
         state_codec=StateCodec(specs_of(programs.state), len(jax.tree.leaves(programs.state.params))),
-        patience=PATIENCE * config.outer.fragments,
+        sync_every=config.outer.sync_every,
+        num_fragments=config.outer.fragments,
         fits=partial(can_be_at, schedule, config.num_steps),
         workdir=workdir,
         incarnation=incarnation,
-        steps_per_round=schedule.gap,
         num_rounds=schedule.total(config.num_steps),
         by_time=member.pace == "time",
         began_before=began_before,
         saved=saved,
         details=json.dumps({"config": to_dict(config), "tokenizer": tokenizer}, default=str),
-        advice=partial(settings_that_fit, config.outer.wire, config.outer.sync_every),
         listen=member.listen,
     )
 
@@ -251,11 +232,6 @@ def can_be_at(schedule: SyncSchedule, num_steps: int, round: int, step: int) -> 
     return 0 < step <= num_steps and round + 1 == schedule.total(step)
 
 
-def never(seconds: float) -> bool:
-    """Return False: the other processes of an island do not know what its first one waits for."""
-    return False
-
-
 @contextlib.contextmanager
 def closing(link: NetworkThread) -> Iterator[NetworkThread]:
     """Close an island's network after the body, and tell the others when the same command would fail again."""
@@ -269,33 +245,15 @@ def closing(link: NetworkThread) -> Iterator[NetworkThread]:
         link.close()
 
 
-def _sync_of(
-    config: TrainConfig,
-    member: Membership,
-    steps: IslandSteps,
-    messages: BytesSent,
-    is_stopping: Callable[[], bool],
-    report: Callable[[str], None],
-) -> IslandSync:
-    def linger(state: TrainState) -> None:
-        steps.linger(state, config.num_steps, member.linger, is_stopping, report)
-
-    merge = None
-    if config.outer.final_merge:
-        merge = FinalMerge(steps, member.name, member.linger, is_stopping, report)
-    num_bytes = int(messages.outer_step)
-    return IslandSync(member.name, _schedule(config), steps, num_bytes, linger, merge, config.log_every)
-
-
 def _schedule(config: TrainConfig) -> SyncSchedule:
     schedule = config.schedule
     assert schedule is not None  # as `Membership.check` has found
     return schedule
 
 
-def _until(processes: Processes, is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:
-    """Wait, in all processes of the island, for what the first one knows; return False if told to stop."""
-    while not processes.broadcast(lambda: is_known(0.2)):
+def _until_done(processes: Processes, future: "Future[None] | None", is_stopping: Callable[[], bool]) -> bool:
+    """Wait, in all processes of the island, for what the first one waits for; return False if told to stop."""
+    while not processes.broadcast(lambda: future is not None and is_done(future, 0.2)):
         if is_stopping():
             return False
     return True

@@ -34,7 +34,7 @@ async def begin(table: PeerTable, catch_up: CatchUp, has_weights: bool, began_be
 
     Raises `UserError` if most refuse it, or if there are no weights for it, as the others have finished and gone.
     """
-    now, logged, heard = asyncio.get_running_loop().time, "", dict[str, pb.Status]()
+    now, heard = asyncio.get_running_loop().time, dict[str, pb.Status]()
     start = now()
     table.phase = pb.Status.READY
     table.notify()
@@ -51,24 +51,23 @@ async def begin(table: PeerTable, catch_up: CatchUp, has_weights: bool, began_be
                 break
             first = next((one.from_round for one in table.roster.members if one.name == table.name), 0)
             if 1 + max(status.round for status in under_way) < first:
-                logged = _log(table, logged, f"waits for round {first + 1}, its first as a member")
+                _log(table, f"waits for round {first + 1}, its first as a member")
             elif await catch_up.from_one_of(heard):
                 break
             elif has_weights:
                 break  # it asks again after a round
             else:
-                logged = _log(table, logged, "waits for an island that gives it weights of this run")
+                _log(table, "waits for an island that gives it weights of this run")
         elif has_weights:
             if not _waits_for(table, heard, ()) or not waits:
                 break
         elif not under_way and (over := _over(table, heard, waits, began_before)):
             raise UserError(over)
         elif table.name not in table.roster.active(0):
-            logged = _log(table, logged, "waits for an island that trains, to take its weights")
+            _log(table, "waits for an island that trains, to take its weights")
         elif began_before and not _is_lost(heard, len(table.peers), now() - start):
-            logged = _log(
+            _log(
                 table,
-                logged,
                 f"waits for an island with weights of this run; it begins anew in an empty workdir, or after "
                 f"{LOST_SECONDS:g} s where half of all islands answer and none has any",
             )
@@ -78,9 +77,7 @@ async def begin(table: PeerTable, catch_up: CatchUp, has_weights: bool, began_be
             if not missing or not waits:
                 break
             left = math.ceil(start + TOGETHER_SECONDS - now())
-            logged = _log(
-                table, logged, f"is ready and waits for {_few(missing)} to begin together", f", {left} s at most"
-            )
+            _log(table, f"is ready and waits for {_few(missing)} to begin together", f", {left} s at most")
         await asyncio.sleep(min(RETRY_SECONDS, 0.25 if waits else RETRY_SECONDS))
     table.phase = pb.Status.TRAINING
     table.notify()
@@ -144,11 +141,8 @@ def _check_refusals(table: PeerTable) -> None:
         raise UserError(f"most islands refuse {table.name}: {wrong[0]}")
 
 
-def _log(table: PeerTable, logged: str, line: str, more: str = "") -> str:
-    """Log a line unless it was the last one; return it."""
-    if line != logged:
-        table.log(f"{table.name} {line}{more}")
-    return line
+def _log(table: PeerTable, line: str, more: str = "") -> None:
+    table.log_once(line, f"{table.name} {line}{more}")
 
 
 def _few(names: Collection[str]) -> str:

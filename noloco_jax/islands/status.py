@@ -10,11 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.ask import Found, discover, open_run
+from noloco_jax.islands.ask import discover, open_run
 from noloco_jax.islands.roster import Member, Roster
-from noloco_jax.islands.standing import AWAY, FINISHED, LEFT, REMOVED, TRAINING, summary
-from noloco_jax.islands.watcher import Watched, Watcher, states_of
+from noloco_jax.islands.standing import AWAY, FINISHED, LEFT, REMOVED, TRAINING, Watched, states_of, summary
+from noloco_jax.islands.watcher import Watcher
 from noloco_jax.metrics.console import make_console
 
 _EVERY = 2.0  # seconds
@@ -28,7 +27,9 @@ def status(flags: argparse.Namespace) -> int:
         raise UserError(f"--seconds={flags.seconds}: give more than 0 and up to 600")
     run, console = open_run(flags.roster, flags.keys), make_console()
     if not flags.watch:
-        console.print(table_of(discover(run, flags.seconds)))
+        found = discover(run, flags.seconds)
+        roster = found.run.roster
+        console.print(status_table(roster, states_of(roster, found.islands), found.islands))
         return 0
     watcher = Watcher(run, _EVERY, flags.seconds, reopen=partial(open_run, flags.roster, flags.keys))
     watcher.start()
@@ -43,26 +44,12 @@ def status(flags: argparse.Namespace) -> int:
         watcher.close()
 
 
-def table_of(found: Found) -> Table:
-    """Return a table of what islands answer: see `status_table`."""
-    islands = {
-        name: Watched(answer, "") if isinstance(answer, pb.Status) else Watched(None, answer, told=found.told.get(name))
-        for name, answer in found.answers.items()
-    }
-    roster = found.run.roster
-    return status_table(roster, states_of(roster, islands), islands)
-
-
 def status_table(
     roster: Roster, states: Mapping[str, str], islands: Mapping[str, Watched], max_rows: int | None = None
 ) -> Table:
     """Return a table of the islands: round, state, exchanges, lateness, partner, roster's version, and loss.
 
-    Args:
-      roster: the newest.
-      states: of every member.
-      islands: what is known of those that were asked.
-      max_rows: rows; those that do not train come first then. None: all, in the order of the roster.
+    It has `max_rows`, those first that do not train; None: all, in the order of the roster.
     """
     names = list(states)
     if max_rows is not None and len(names) > max_rows:

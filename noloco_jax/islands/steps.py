@@ -162,33 +162,6 @@ class IslandSteps:
             self._before = jax.tree.map(_copy, state.params)
         return state, saved
 
-    def linger(
-        self,
-        state: TrainState,
-        step: int,
-        seconds: float,
-        is_stopping: Callable[[], bool],
-        report: Callable[[str], None],
-    ) -> None:
-        """Serve the weights after the last step until all islands have taken it.
-
-        Args:
-          state: the state after inner step `step`.
-          step: the last step.
-          seconds: the time limit.
-          is_stopping: returns True to leave now.
-          report: called with lines for people.
-        """
-        link = self.link
-        if link is not None and seconds and (unfinished := link.node.unfinished()):
-            report(
-                f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most, twice as long "
-                "while they are fetched"
-            )
-        self.serve_until(state, step, seconds, is_stopping, lambda node: node.unfinished())
-        if link is not None and (unfinished := link.node.unfinished()):
-            report(f"leaves; not known to have finished: {', '.join(unfinished)}")
-
     def serve_until(
         self,
         state: TrainState,

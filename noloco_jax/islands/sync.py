@@ -8,6 +8,7 @@ import jax
 
 from noloco_jax.formatting import format_bytes
 from noloco_jax.islands import messages_pb2 as pb
+from noloco_jax.islands.final_merge import RunEnd
 from noloco_jax.islands.interfaces import RoundOutcome
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.optim.schedule import SyncSchedule
@@ -21,12 +22,9 @@ class IslandSync:
     """Exchanges of an island, overlapped with its training.
 
     Args:
-      name: of the island.
       schedule: when outer steps are due.
-      steps: its outer steps.
       num_bytes: of a message.
-      linger: state after the last step -> None, serving its weights to islands that are later.
-      merge: (state, last step) -> the state with the mean of all islands' weights; None unless the run ends with it.
+      merges: True if the run ends with the mean of all islands' weights.
       log_every: inner steps between two lines for people on exchanges; metrics have them all.
     """
 
@@ -36,13 +34,13 @@ class IslandSync:
         schedule: SyncSchedule,
         steps: IslandSteps,
         num_bytes: int,
-        linger: Callable[[TrainState], None],
-        merge: Callable[[TrainState, int], TrainState] | None,
+        end: RunEnd,
+        *,
+        merges: bool = False,
         log_every: int = 1,
     ):
         self._name, self._steps, self._num_bytes = name, steps, num_bytes
-        self._linger, self._merge, self._log_every = linger, merge, log_every
-        self._schedule = schedule
+        self._schedule, self._end, self._merges, self._log_every = schedule, end, merges, log_every
         self._lines: list[SyncEvent] = []
         self._outcomes: list[RoundOutcome] = []  # outcomes that `news` has not returned yet
         self._unlogged: list[RoundOutcome] = []  # of them those without a line yet
@@ -77,10 +75,10 @@ class IslandSync:
         return state, OuterStepRecord(first, count, time.perf_counter() - started)
 
     def finish(self, state: TrainState, step: int) -> TrainState:
-        self._is_last = True
+        self._is_last, self._step = True, step
         state = self._steps.settle(state, _LAST_SECONDS)
         self._logged_at = -self._log_every  # what has not been logged yet is logged now
-        return state if self._merge is None else self._merge(state, step)
+        return self._end.merge(state, step) if self._merges else state
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         return self._steps.between_steps(state, is_last=self._is_last)
@@ -89,7 +87,7 @@ class IslandSync:
         """Return at once: an island waits for no exchange."""
 
     def leave(self, finished: bool) -> None:
-        if self._steps.link is None or (finished and self._merge is not None):  # the merge has told the peers
+        if self._steps.link is None or (finished and self._merges):  # the merge has told the peers
             return
         self._steps.link.leave(pb.Status.FINISHED if finished else pb.Status.LEAVING)
 
@@ -122,8 +120,8 @@ class IslandSync:
         return lines
 
     def close(self, state: TrainState, finished: bool) -> None:
-        if finished and self._merge is None:
-            self._linger(state)
+        if finished and not self._merges:
+            self._end.linger(state, self._step)
 
     def _take_outcomes(self) -> None:
         if self._steps.link is not None:
@@ -131,11 +129,11 @@ class IslandSync:
             self._outcomes += outcomes
             self._bytes += self._num_bytes * sum(one.outcome in ("met", "late") or not one.factor for one in outcomes)
 
-    def _figures(self, outcomes: RoundOutcome, status: pb.Status) -> dict[str, Any]:
-        """Return what became of a message, and what the exchanges have come to with it, for metrics."""
+    def _figures(self, outcome: RoundOutcome, status: pb.Status) -> dict[str, Any]:
+        """Return the outcome of a message, and the totals of the exchanges with it, for metrics."""
         return {
-            **outcomes._asdict(),
-            "round": outcomes.round + 1,  # counted from 1, as everywhere in what a run says
+            **outcome._asdict(),
+            "round": outcome.round + 1,  # counted from 1, as everywhere in what a run says
             "participation": status.committed / status.due if status.due else 1.0,
             "committed": status.committed,
             "due": status.due,

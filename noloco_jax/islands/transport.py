@@ -33,6 +33,12 @@ HANDSHAKE_SECONDS = 5
 PING_SECONDS, PONG_SECONDS = 5, 22  # of silence before a ping, and for its answer, which waits behind an upload
 _NEVER = 2**31 - 1
 _SERVICE = "noloco.Island"
+_METHODS = {  # name -> kind of call, messages of the caller and of the listener
+    "Exchange": ("stream_stream", pb.Frame, pb.Frame),
+    "Greet": ("unary_unary", pb.Greeting, pb.Status),
+    "Watch": ("unary_stream", pb.WatchRequest, pb.Status),
+    "Weights": ("unary_stream", pb.WeightsRequest, pb.WeightsFrame),
+}
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _NAME = "noloco-name"  # of a caller without TLS
 _COMMON = [
@@ -52,11 +58,6 @@ class Dialler:
     A peer has three connections, as a small call waits for all that an upload on its connection has buffered: greetings
     have one of their own. Pings find out that a connection is dead, where a NAT has forgotten it. Weights have one
     without pings, whose answers would wait for megabytes in buffers: their receiver ends a call that is silent.
-
-    Args:
-      name: of the caller.
-      credentials: its keys; None without TLS.
-      roster: the islands.
     """
 
     def __init__(self, name: str, credentials: Credentials | None, roster: Roster):
@@ -68,23 +69,14 @@ class Dialler:
 
     @contextlib.asynccontextmanager
     async def exchange(self, peer: str) -> AsyncIterator["_Outgoing"]:
-        method = self._channel(peer, "exchanges").stream_stream(
-            f"/{_SERVICE}/Exchange",
-            request_serializer=pb.Frame.SerializeToString,
-            response_deserializer=pb.Frame.FromString,
-        )
-        call = method(timeout=CALL_SECONDS, metadata=self._metadata)
+        call = self._method(peer, "exchanges", "Exchange")(timeout=CALL_SECONDS, metadata=self._metadata)
         try:
             yield _Outgoing(call)
         finally:
             call.cancel()
 
     async def greet(self, peer: str, greeting: pb.Greeting, seconds: float) -> pb.Status:
-        method = self._channel(peer, "greetings").unary_unary(
-            f"/{_SERVICE}/Greet",
-            request_serializer=pb.Greeting.SerializeToString,
-            response_deserializer=pb.Status.FromString,
-        )
+        method = self._method(peer, "greetings", "Greet")
         try:
             return await method(greeting, timeout=seconds + greeting.hold_seconds, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
@@ -92,22 +84,16 @@ class Dialler:
 
     def watch(self, peer: str, every: float) -> AsyncGenerator[pb.Status, None]:
         """Yield a peer's status at once, every so many seconds, and when its phase changes."""
-        request = pb.WatchRequest(every_seconds=every)
-        return self._stream(peer, "greetings", "Watch", request, pb.Status, every)
+        return self._answers(peer, "greetings", "Watch", pb.WatchRequest(every_seconds=every), every)
 
     def weights(self, peer: str, request: pb.WeightsRequest) -> AsyncGenerator[pb.WeightsFrame, None]:
-        return self._stream(peer, "weights", "Weights", request, pb.WeightsFrame, CALL_SECONDS, CALL_SECONDS)
+        return self._answers(peer, "weights", "Weights", request, CALL_SECONDS, CALL_SECONDS)
 
-    async def _stream(
-        self, peer: str, use: str, name: str, request: Any, answer: Any, seconds: float, timeout: float | None = None
+    async def _answers(
+        self, peer: str, use: str, name: str, request: Any, seconds: float, timeout: float | None = None
     ) -> AsyncGenerator[Any, None]:
         """Call a peer at the first step, and yield its answers; `seconds` are those of an error's words."""
-        method = self._channel(peer, use).unary_stream(
-            f"/{_SERVICE}/{name}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=answer.FromString,
-        )
-        call = method(request, timeout=timeout, metadata=self._metadata)
+        call = self._method(peer, use, name)(request, timeout=timeout, metadata=self._metadata)
         try:
             async for message in call:
                 yield message
@@ -130,6 +116,16 @@ class Dialler:
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return () if self._credentials is not None else ((_NAME, self._name),)
+
+    def _method(self, peer: str, use: str, name: str) -> Any:
+        """Return a peer's method, to call on the channel for a use."""
+        kind, request, answer = _METHODS[name]
+        method = getattr(self._channel(peer, use), kind)
+        return method(
+            f"/{_SERVICE}/{name}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=answer.FromString,
+        )
 
     def _channel(self, peer: str, use: str) -> grpc.aio.Channel:
         """Return the channel to a peer for a use.
@@ -200,13 +196,7 @@ class _Outgoing:
 
 
 class Listener:
-    """Server of one island.
-
-    Args:
-      node: answers calls, by the roster of its table: a `Node`.
-      give: request for weights -> their frames.
-      credentials: the island's keys; None without TLS.
-    """
+    """Server of one island; `node` answers the calls of members of its table's roster, `give` those for weights."""
 
     def __init__(
         self,
@@ -230,20 +220,11 @@ class Listener:
             ("grpc.http2.min_ping_interval_without_data_ms", 500 * PING_SECONDS),
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=CALLS_OF_ALL)
-        handlers = {
-            "Exchange": grpc.stream_stream_rpc_method_handler(
-                self._exchange, pb.Frame.FromString, pb.Frame.SerializeToString
-            ),
-            "Greet": grpc.unary_unary_rpc_method_handler(
-                self._greet, pb.Greeting.FromString, pb.Status.SerializeToString
-            ),
-            "Watch": grpc.unary_stream_rpc_method_handler(
-                self._watch, pb.WatchRequest.FromString, pb.Status.SerializeToString
-            ),
-            "Weights": grpc.unary_stream_rpc_method_handler(
-                self._weights, pb.WeightsRequest.FromString, pb.WeightsFrame.SerializeToString
-            ),
-        }
+        answers = {"Exchange": self._exchange, "Greet": self._greet, "Watch": self._watch, "Weights": self._weights}
+        handlers = {}
+        for name, (kind, request, answer) in _METHODS.items():
+            make = getattr(grpc, f"{kind}_rpc_method_handler")
+            handlers[name] = make(answers[name], request.FromString, answer.SerializeToString)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         try:
             if (keys := self._credentials) is None:
@@ -374,23 +355,18 @@ def _words(error: grpc.aio.AioRpcError, seconds: float) -> str:
 
 
 _KNOWN = (  # parts of gRPC's texts -> words for people; the first that is found counts
-    ("Connection refused", "nobody listens there"),
-    ("resolving", "no such host"),
-    ("DNS", "no such host"),
-    ("resolution", "no such host"),
-    ("Hostname Verification Check failed", "its certificate is another island's, or revoked"),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is refused: other keys, or expired"),
-    ("TSI_PROTOCOL_FAILURE", "its certificate is refused, or it refuses this one: other keys, or expired"),
-    ("SSL", "its certificate is refused, or it refuses this one: other keys, or expired"),
-    ("andshake", "the handshake failed: is TLS on one side alone, or has a certificate expired?"),
-    ("timed out", "does not answer"),
-    ("Deadline", "does not answer"),
-    ("FD Shutdown", "does not answer"),
-    ("unreachable", "cannot be reached"),
-    ("Socket closed", "it closed the connection: it stopped, or refuses this certificate"),
-    ("recvmsg", "it closed the connection: it stopped, or refuses this certificate"),
-    ("Connection reset", "it closed the connection: it stopped, or refuses this certificate"),
-    ("Broken pipe", "it closed the connection: it stopped, or refuses this certificate"),
+    (("Connection refused",), "nobody listens there"),
+    (("resolving", "DNS", "resolution"), "no such host"),
+    (("Hostname Verification Check failed",), "its certificate is another island's, or revoked"),
+    (("CERTIFICATE_VERIFY_FAILED",), "its certificate is refused: other keys, or expired"),
+    (("TSI_PROTOCOL_FAILURE", "SSL"), "its certificate is refused, or it refuses this one: other keys, or expired"),
+    (("andshake",), "the handshake failed: is TLS on one side alone, or has a certificate expired?"),
+    (("timed out", "Deadline", "FD Shutdown"), "does not answer"),
+    (("unreachable",), "cannot be reached"),
+    (
+        ("Socket closed", "recvmsg", "Connection reset", "Broken pipe"),
+        "it closed the connection: it stopped, or refuses this certificate",
+    ),
 )
 
 
@@ -400,4 +376,4 @@ def _words_of(code: grpc.StatusCode, details: str, seconds: float) -> str:
         return f"no answer in {seconds:g} s"
     if code != grpc.StatusCode.UNAVAILABLE:
         return details or code.name.lower().replace("_", " ")
-    return next((words for text, words in _KNOWN if text in details), details[:200])
+    return next((words for texts, words in _KNOWN if any(text in details for text in texts)), details[:200])

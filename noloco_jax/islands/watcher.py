@@ -2,129 +2,37 @@
 
 import asyncio
 import contextlib
-import itertools
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import messages_pb2 as pb
-from noloco_jax.islands.ask import RosterAndKeys, ask_about, present, take_newest
+from noloco_jax.islands.ask import RosterAndKeys, ask_about, take_newest
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
-from noloco_jax.islands.history import History
-from noloco_jax.islands.peers import FAULTS, LINES, check_status
+from noloco_jax.islands.peers import check_status
 from noloco_jax.islands.roster import Roster
-from noloco_jax.islands.standing import AWAY, REMOVED, STARTED, is_complete, standing, summary
+from noloco_jax.islands.standing import AWAY, REMOVED, Watched, is_complete, present, states_of, summary
 from noloco_jax.islands.transport import Dialler
 
 _AT_ONCE = 32  # islands that are dialled
 _RETRY_SECONDS = 30.0  # the longest wait before an island that does not answer is dialled again
 _ABOUT_SECONDS = 10.0  # between two questions about islands that do not answer
-_LONGEST, _FIGURES = 300, 16  # characters of a line, and figures of an island: more are not honest
-_NOT_ASKED, _ENDED = "not asked yet", "it ended the call"
+_ENDED = "it ended the call"
+_MAX, _MIN, _ALL = 600, 60, 60_000  # samples of an island in a history, and of all islands
 
-
-@dataclass
-class Watched:
-    """Last known state of one island.
-
-    Attributes:
-      status: its last status.
-      fault: the reason for which it does not answer now; empty: it does.
-      answered: time of the last status, by the monotonic clock.
-      told: the phase that others have last heard of it, since it does not answer; None: unknown.
-    """
-
-    status: pb.Status | None = None
-    fault: str = _NOT_ASKED
-    answered: float = -math.inf
-    told: Any = None
-
-    def take(self, status: pb.Status, now: float) -> None:
-        self.status, self.fault, self.answered, self.told = status, "", now, None
-
-    @property
-    def answer(self) -> pb.Status | None:
-        """Its status, while it answers."""
-        return None if self.fault else self.status
-
-    @property
-    def last(self) -> Any:
-        """The phase that is known last; None: none is."""
-        return self.told if self.told is not None else self.status and self.status.phase
-
-    def sample(self) -> tuple[float | None, float | None]:
-        """Return round and loss for a chart; None for each that it does not tell.
-
-        An island that has restarted has no round until it trains: it may yet catch up.
-        """
-        if (status := self.answer) is None or status.phase not in STARTED:
-            return None, None
-        return status.round + 1, _finite(status.figures).get("loss")
-
-    def to_json(self, state: str, version: int, now: float) -> dict[str, Any]:
-        """Return what a page shows; `state` is the island's, `version` that of the newest roster."""
-        one = self.status
-        shown: dict[str, Any] = {"state": state, "answers": not self.fault}
-        if state == AWAY:
-            shown["away"] = self.fault
-        if one is None:
-            return shown
-        known = {
-            "seconds": now - self.answered,
-            "due": one.due,
-            "committed": one.committed,
-            "one_sided": one.one_sided,
-            "steps_late": one.steps_late if math.isfinite(one.steps_late) else None,
-            "participation": one.committed / one.due if one.due else None,
-            "partner": one.partner[:_LONGEST],
-            "members": one.num_members,
-            "roster": one.roster_version,
-            "is_behind": is_behind(one.roster_version, version),
-            "figures": _finite(one.figures),
-            "peers": [{"name": peer.name, "fault": peer.fault[:_LONGEST]} for peer in one.peers[:FAULTS]],
-            "notices": [line[:_LONGEST] for line in one.notices[-LINES:]],
-        }
-        if one.phase in STARTED:
-            known |= {"round": one.round + 1, "step": one.step, "rounds": one.num_rounds or None}
-        return shown | known
-
-
-def _finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures that JSON can hold."""
-    few = itertools.islice(figures.items(), _FIGURES)
-    return {name[:_LONGEST]: value for name, value in few if math.isfinite(value)}
-
-
-def is_behind(version: int, newest: int) -> bool:
-    """Return whether an island's roster is older than the newest; version 1 is the file, version 0, signed."""
-    return max(version, 1) < newest
-
-
-def states_of(roster: Roster, islands: Mapping[str, Watched]) -> dict[str, str]:
-    """Return the state of every member, in the roster's order: see `standing`."""
-    statuses = [one.status for one in islands.values() if one.status is not None]
-    there = {member.name for member in present(roster, statuses)}
-    states = {}
-    for member in roster.members:
-        one = islands.get(member.name) or Watched()
-        state = standing(member, one.answer, one.last, member.name not in there)
-        states[member.name] = one.fault if state == AWAY and one.fault == _NOT_ASKED else state
-    return states
+Values = Sequence[float | None]
 
 
 class Watcher:
-    """Hears all islands of a run, in a thread, from `start` until `close`.
+    """Watcher of all islands of a run, in a thread, from `start` until `close`.
 
     Args:
-      run: the run.
-      every: seconds between two statuses of an island.
-      seconds: for an island to answer.
-      dialler: calls the islands; None: one by gRPC.
+      every, seconds: between two statuses of an island, and for an island to answer.
       reopen: returns the run anew where the member in whose name it calls is one no more.
     """
 
@@ -272,3 +180,41 @@ class Watcher:
             for name, phase in told.items():
                 if self._islands[name].fault:
                     self._islands[name].told = phase
+
+
+class History:
+    """Samples of islands, from the first one on: as they become too many, every second one is dropped.
+
+    Args:
+      names: of the figures of a sample.
+    """
+
+    def __init__(self, *names: str):
+        self._names = names
+        self._times: list[float] = []
+        self._islands: dict[str, list[Values]] = {}
+        self._gap = 1  # calls of `add` from one sample to the next
+        self._calls = 0
+
+    def add(self, now: float, samples: Mapping[str, Values]) -> None:
+        """Add a sample of each island; those that are missing, or None in it, are unknown."""
+        self._calls += 1
+        if (self._calls - 1) % self._gap:
+            return
+        unknown = (None,) * len(self._names)
+        for name in samples.keys() - self._islands.keys():
+            self._islands[name] = [unknown] * len(self._times)
+        self._times.append(now)
+        for name, kept in self._islands.items():
+            kept.append(samples.get(name, unknown))
+        if len(self._times) >= min(_MAX, max(_MIN, _ALL // max(len(self._islands), 1))):
+            self._times = self._times[::2]
+            self._islands = {name: kept[::2] for name, kept in self._islands.items()}
+            self._gap *= 2
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the times, and of each island a list for each figure."""
+        islands = {
+            name: dict(zip(self._names, zip(*kept, strict=True), strict=False)) for name, kept in self._islands.items()
+        }
+        return {"times": self._times, "islands": islands}

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import ConnectionLost
-from noloco_jax.islands.final_merge import FinalMerge
+from noloco_jax.islands.final_merge import RunEnd
 from noloco_jax.islands.node import SILENT
 from noloco_jax.islands.run import can_be_at, closing
 from noloco_jax.islands.steps import IslandSteps
@@ -103,8 +103,8 @@ async def test_a_peer_that_may_have_gone_is_asked_for_its_weights_for_half_a_min
     now = asyncio.get_running_loop().time
     link: Any = SimpleNamespace(fetch=fetch, node=SimpleNamespace(unmerged=lambda names: unmerged))
     steps: Any = SimpleNamespace(link=link)
-    merge = FinalMerge(steps, "paris", 600.0, lambda: False, print)
-    assert await merge._fetch(link, "rome") == "nobody listens there"
+    end = RunEnd(steps, "paris", 600.0, lambda: False, print)
+    assert await end._fetch(link, "rome") == "nobody listens there"
     assert now() == pytest.approx(seconds, abs=0.5)
 
 
@@ -139,7 +139,7 @@ def test_a_donor_may_be_at_any_step_up_to_the_last(round, step, can):
 
 def test_the_weights_of_a_donor_that_has_finished_are_trained_no_further():
     steps: Any = SimpleNamespace(apply_arrived=lambda state, step: (state, 800))  # and no inner step is prepared
-    sync = IslandSync("paris", SyncSchedule(10), steps, 0, print, None)
+    sync = IslandSync("paris", SyncSchedule(10), steps, 0, cast(Any, None))
     assert sync.before_step(TrainState((), (), None), 610, lambda step: 800 - step)[1:] == (800, 0)
 
 
@@ -190,9 +190,9 @@ class Waiting:
 def test_a_merge_that_is_told_to_stop_while_it_fetches_stops_within_a_second():
     link: Any = Waiting()
     steps, lines, started = IslandSteps(link, *[None] * 3), list[str](), time.monotonic()  # type: ignore[arg-type]
-    merge = FinalMerge(steps, "paris", 600.0, lambda: time.monotonic() > started + 0.5, lines.append)
+    end = RunEnd(steps, "paris", 600.0, lambda: time.monotonic() > started + 0.5, lines.append)
     state = TrainState([np.ones(3)], (), None)
-    assert merge(state, 800) is state
+    assert end.merge(state, 800) is state
     assert time.monotonic() - started < 1.5
     assert "600 s for each, twice as long" in lines[0] and "not merged, as it is told to stop" in lines[1]
     assert link.told == [FINISHED, pb.Status.MERGED]  # nobody waits for its weights

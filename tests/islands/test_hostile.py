@@ -9,8 +9,8 @@ import pytest
 
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.exchange import SILENT_SECONDS, ConnectionLost, ProtocolError
-from noloco_jax.islands.meetings import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS
 from noloco_jax.islands.peer_table import ROSTER_SECONDS
+from noloco_jax.islands.peers import BROKEN_IN_A_ROW, QUARANTINE_ROUNDS
 from noloco_jax.islands.roster import BadRosterError
 from support.island_world import MemoryStream, Sea, participation
 
@@ -154,7 +154,7 @@ async def test_claims_of_a_newer_roster_are_followed_up_once_in_a_while():
 
     b.node.greeted = counted
     for _ in range(1000):
-        a.node.table.take_news("b", 10**6)
+        a.node.table.hear("b", roster_version=10**6)
         await asyncio.sleep(0.01)
     assert len(asked) <= 3
 
@@ -178,7 +178,7 @@ async def test_greetings_of_impossible_sizes_are_refused(greeting):
 async def test_a_goodbye_counts_for_the_caller_alone():
     sea = Sea("abc")
     a = sea.add("a")
-    goodbye = pb.Greeting(phase=pb.Status.FINISHED, identity=a.node.table.identity)
+    goodbye = pb.Greeting(phase=pb.Status.FINISHED, identity=a.node.table.plan.identity)
     await a.node.greeted("b", goodbye)
     assert a.node.unfinished() == ["c"]
     await a.node.greeted("stranger", goodbye)

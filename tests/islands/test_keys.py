@@ -12,8 +12,8 @@ import trustme
 
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.islands.command import main as island
-from noloco_jax.islands.keys import Credentials, credentials_for, expiry_warning, issue_in, load_keys
-from noloco_jax.islands.roster import MEMBERS_FILE, read_members, read_roster
+from noloco_jax.islands.keys import Credentials, expiry_warning, issue_in, load_keys, open_membership
+from noloco_jax.islands.roster import MEMBERS_FILE, read_members
 from support.disks import small_disk
 from support.served import roster_at
 
@@ -220,10 +220,10 @@ def test_expiry_is_warned_of_in_the_last_third_of_a_certificates_validity(tmp_pa
 
 
 def test_keys_are_optional_only_if_all_islands_are_on_one_machine(roster, tmp_path):
-    assert credentials_for(roster_at({}), "paris", None) is None
+    assert open_membership(roster_at({}), "paris", None, tmp_path)[1] is None
     with pytest.raises(UserError, match=r"paris at paris.example.org:7070 can be reached from other machines: give"):
-        credentials_for(read_roster(roster), "berlin", None)
+        open_membership(roster, "berlin", None, tmp_path)
     keys = make(roster)
-    assert credentials_for(read_roster(roster), "berlin", keys / "berlin") is not None
+    assert open_membership(roster, "berlin", keys / "berlin", tmp_path)[1] is not None
     with pytest.raises(UserError, match="no island 'x'"):
-        credentials_for(roster_at({}), "x", None)
+        open_membership(roster_at({}), "x", None, tmp_path)

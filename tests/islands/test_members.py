@@ -64,7 +64,7 @@ def test_a_removed_member_s_keys_fetch_nothing_and_it_is_told_why(run, tmp_path)
             wait_for(lambda: berlin.link.is_removed and paris.round >= (until or 0))
         former = open_run(path, keys / "berlin")
         said = f"berlin is removed: no member from round {(until or 0) + 1} on"
-        assert discover(former, 60.0).answers["paris"] == said
+        assert discover(former, 60.0).islands["paris"].fault == said
         with pytest.raises(ConnectionLost, match=said):
             asyncio.run(_weights(former))
         assert discover(open_run(path, keys), 60.0).statuses.keys() == {"paris"}

@@ -15,7 +15,7 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.errors import UserError
-from noloco_jax.islands.own_outer import identity_of
+from noloco_jax.islands.island import identity_of
 from noloco_jax.islands.peers import difference
 from noloco_jax.islands.roster import Roster
 from support import processes, warm

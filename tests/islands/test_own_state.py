@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.islands.checkpoints import OwnCheckpoints
-from noloco_jax.islands.own_outer import shown
+from noloco_jax.islands.island import shown
 from noloco_jax.islands.own_state import OwnState, fresh_values
 from noloco_jax.islands.tree_spec import summary
 

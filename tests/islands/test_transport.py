@@ -97,6 +97,16 @@ async def test_a_revoked_certificate_is_refused_on_both_sides(tmp_path):
                     await one.greet("paris", pb.Greeting(), 60.0)
 
 
+async def test_calls_to_an_island_that_only_dials_out_fail_at_their_first_answer():
+    """Not before, where a watcher's task would end with them."""
+    roster = roster_at({})
+    roster = roster.changed(roster.member("paris")._replace(address=Address("", 0)))
+    async with closed(Dialler("berlin", None, roster)) as one:
+        for answers in (one.watch("paris", 1.0), one.weights("paris", pb.WeightsRequest())):
+            with pytest.raises(ConnectionLost, match="it only dials out"):
+                await anext(answers)
+
+
 async def test_weights_come_in_order_and_a_refusal_has_its_reason(keys):
     async with served(keys["paris"]) as (_, port), dialler("berlin", keys["berlin"], port) as one:
         frames = [frame async for frame in one.weights("paris", pb.WeightsRequest())]

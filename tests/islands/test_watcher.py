@@ -15,13 +15,12 @@ from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.ask import Found, RosterAndKeys, ask_all
 from noloco_jax.islands.dashboard import exposition, values_of
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
-from noloco_jax.islands.history import History
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peers import MAX_ABOUT, Peer, check_watch
 from noloco_jax.islands.roster import Address, Member, Roster
-from noloco_jax.islands.standing import is_complete, standing, summary
-from noloco_jax.islands.status import status_table, table_of
-from noloco_jax.islands.watcher import Watched, Watcher, states_of
+from noloco_jax.islands.standing import Watched, is_complete, standing, states_of, summary
+from noloco_jax.islands.status import status_table
+from noloco_jax.islands.watcher import History, Watcher
 from support.island_world import Sea
 from support.live_island import wait_for
 
@@ -151,8 +150,7 @@ def test_others_tell_of_an_island_that_ended_before_the_watcher_came():
     islands.told = {"paris": "FINISHED", "rome": "TRAINING"}
     islands.unknown = {*restarted}
     found = ask(run_of(*islands.statuses), islands)
-    watched = {name: Watched(None, str(one), told=found.told.get(name)) for name, one in found.answers.items()}
-    states = states_of(found.run.roster, watched)
+    states = states_of(found.run.roster, found.islands)
     assert (states["paris"], states["rome"]) == ("finished", "away")
     watcher = Watcher(run_of(*islands.statuses), 0.02, dialler=islands)
     watcher.start()
@@ -256,10 +254,11 @@ def test_the_table_has_each_island_s_own_version_of_the_roster():
     run = run_of("paris", "berlin", "rome", "oslo")
     run = RosterAndKeys(run.roster.changed(Member(4, "bonn", Address("127.0.0.1", 9))), run.name, None)  # version 1
     run = RosterAndKeys(run.roster.changed(Member(5, "bern", Address("127.0.0.1", 8))), run.name, None)  # version 2
-    answers: dict[str, pb.Status | str] = {
-        name: answer("TRAINING", roster_version=version) for name, version in [("paris", 2), ("berlin", 1), ("rome", 0)]
-    }
-    table = table_of(Found(run, {**answers, "oslo": "does not answer"}, {}))
+    versions = [("paris", 2), ("berlin", 1), ("rome", 0)]
+    islands = {name: Watched(answer("TRAINING", roster_version=version), "") for name, version in versions}
+    table = status_table(
+        run.roster, states_of(run.roster, islands), islands | {"oslo": Watched(None, "does not answer")}
+    )
     assert str(table.title).startswith("run test, roster version 2")
     assert [*table.columns[6].cells] == ["2", "1, behind", "0, behind", "", "", ""]
 

@@ -11,10 +11,9 @@ import numpy as np
 from noloco_jax.islands import messages_pb2 as pb
 from noloco_jax.islands.catch_up import CatchUp, CaughtUp, give
 from noloco_jax.islands.exchange import ConnectionLost, ProtocolError
-from noloco_jax.islands.interfaces import PATIENCE, Plan, Read, RoundOutcome
+from noloco_jax.islands.interfaces import Plan, Read, RoundOutcome
 from noloco_jax.islands.node import Node
 from noloco_jax.islands.pace import Pace
-from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.roster import Address, Member, Roster
 from noloco_jax.islands.start import begin
 from noloco_jax.optim.pairing import RandomPairing
@@ -158,10 +157,11 @@ class Sim:
         fields: dict[str, Any] = {
             "roster": sea.roster,
             "identity": {"run": "simulation"},
-            "partner": sea.partner,
+            "pairing": sea.pairing,
             "codec": Numbers(),
             "incarnation": 1,
-            "patience": PATIENCE * sea.fragments,
+            "sync_every": sea.steps_a_round * sea.fragments,
+            "num_fragments": sea.fragments,
         }
         network, pace = _Network(name, sea), Pace(sea.steps_a_round, by_time)
         self.node = Node(Plan(name=name, **(fields | plan)), network, self, pace, parse)
@@ -294,7 +294,7 @@ class Sea:
         fragments: int = 1,
     ):
         self.names, self.fragments = tuple(names), fragments
-        self.partner = partner_by(RandomPairing(len(names)), fragments)
+        self.pairing = RandomPairing(len(names))
         rows = [Member(i, name, Address("127.0.0.1", 7000 + i)) for i, name in enumerate(names)]
         self.roster = Roster("simulation", tuple(rows), len(rows))
         self.random = random.Random(seed)

@@ -14,7 +14,6 @@ import numpy as np
 from noloco_jax.islands.catch_up import CaughtUp
 from noloco_jax.islands.keys import open_membership
 from noloco_jax.islands.network import Correction, NetworkPlan, NetworkThread, is_done
-from noloco_jax.islands.partners import partner_by
 from noloco_jax.islands.payload import Message, StateCodec, codec_of, specs_of
 from noloco_jax.islands.roster import Roster
 from noloco_jax.optim.exchange.wire import wire_of
@@ -56,12 +55,12 @@ class LiveIsland(threading.Thread):
             name=name,
             roster=newest,
             credentials=credentials,
-            partner=partner_by(RandomPairing(len(newest.names)), 1),
+            pairing=RandomPairing(len(newest.names)),
             codec=codec_of(wire_of("float32"), [weights], [weights], [1]),
             state_codec=StateCodec(specs_of([weights, STEP]), 1, [1]),
             workdir=workdir,
             incarnation=time.time_ns() // 1_000_000,
-            steps_per_round=5,
+            sync_every=5,
             **facts,
         )
         self.name, self.link = name, NetworkThread(plan, self.lines.append)
