@@ -8,7 +8,8 @@ defaults.
 
 `best` in place of a method is NoLoCo with all that we have found to bring it closer to data parallel training at a
 66th of the bytes; configs/README.md has the figures, which are of small models. From 16 replicas on it averages groups
-of 4; `best,groups=2` keeps pairs, which islands need.
+of 4; `best,groups=2` keeps pairs, which islands need. Give its number of replicas as `best,replicas=16`: the outer step
+does not follow `--config.num_replicas`.
 """
 
 from ml_collections import ConfigDict

@@ -25,7 +25,7 @@ class Totals:
 
     Attributes:
       tokens: tokens trained on by all replicas together.
-      bytes_sent_total: bytes sent by a replica to other replicas, averaged over replicas, see `messages`.
+      bytes_sent_total: bytes sent by a replica to other replicas, averaged over replicas, see `train.bytes_sent`.
       seconds: seconds of training, evaluating and saving.
       seconds_waiting_for_data: seconds of these spent waiting for batches: an upper bound of the cost of data, since
         devices compute a step meanwhile.

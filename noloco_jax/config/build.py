@@ -36,8 +36,8 @@ def from_dict(
       mistakes: those found so far, to be reported with the others.
 
     Raises:
-      UserError: all unknown fields and values of another type or range; where there are none, all fields that
-        contradict each other.
+      UserError: all unknown fields and values of another type or range; where those of `values` have none, also all
+        fields that contradict each other.
     """
     mistakes, found, config = mistakes or Mistakes(), Mistakes(), None
     with found.noted():
@@ -72,6 +72,9 @@ def changed(values: ConfigDict | Mapping[str, Any], changes: Mapping[str, Any], 
                     del outer[name]
     for path, value in changes.items():
         with mistakes.noted(), _computed(path):
+            field = field_at(TrainConfig, path)
+            if field is not None and not field.is_group:  # a refused value is not set: what follows it would be too
+                value = field.checked(path, value)
             _assign(config, path, value)
     return config
 

@@ -73,7 +73,7 @@ class Membership:
                 "already: leave out --config.outer.delay"
             )
         for name, wanted, given, why in (
-            ("outer.group_size", 2, outer.group_size, "they exchange in pairs"),
+            ("outer.group_size", 2, outer.group_size, "they exchange in pairs (best,groups=2 of configs/c4_1b.py)"),
             ("mesh.stage", 1, config.mesh.stage, "which use mesh.fsdp and mesh.tensor to spread a model over devices"),
         ):
             if given != wanted:

@@ -26,7 +26,7 @@ class Fit(NamedTuple):
 
 
 TABLE = (
-    Fit("wire", MODULO_BITS, "groups of 2, 4, 8, ...", {"groups": "int8", "all": "int4", "graph": "int8"}),
+    Fit("wire", MODULO_BITS, "equal groups of 2, 4, 8, ...", {"groups": "int8", "all": "int4", "graph": "int8"}),
     Fit("wire", None, "dense messages", {"sparse": "float32", "none": "float32"}),
     Fit("order", ("hypercube",), "pairs", {"graph": "passes"}),  # of groups: `fits_hypercube`
     Fit("delay", None, "dense messages", {"sparse": 0}),

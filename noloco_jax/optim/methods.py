@@ -59,7 +59,9 @@ class Method:
 
     def mistakes(self, num_replicas: int, outer: Outer) -> Iterator[str]:
         """Yield a message on each field that does not fit the method."""
-        yield from self.number_mistakes(num_replicas, outer)
+        if numbers := [*self.number_mistakes(num_replicas, outer)]:
+            yield from numbers
+            return
         exchange, given = self.exchange, f"method={self.name!r}"
         if exchange == "pairs" and exchange_of_groups(num_replicas, outer.group_size) == "groups":
             exchange, given = "groups", f"outer.group_size={outer.group_size} of num_replicas={num_replicas}"

@@ -44,7 +44,7 @@ class SyncSchedule:
         if not 0 <= self.delay <= every:
             raise ValueError(
                 f"delay={self.delay} is not between 0 and the sync_every={every} inner steps until a fragment's next "
-                f"outer step: lower it to {every}"
+                f"outer step: give {0 if self.delay < 0 else every}"
             )
         object.__setattr__(self, "sync_every", every)  # numpy integers would promote JAX's counters
 

@@ -123,7 +123,7 @@ def noloco(
         _check_pairing(pairing)
         _warn_if_apart(pairing, outer_momentum, gamma)
         if (largest := largest_group(pairing)) > 2 and not halvings_of(pairing):
-            _check_fits("groups", f"groups of {largest}", wire)
+            _check_fits("groups", f"those of the pairing, of up to {largest}", wire)
 
     of_corrections = momentum_of == "corrections"
     alpha = _known(outer_momentum)

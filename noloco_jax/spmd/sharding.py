@@ -26,7 +26,7 @@ SLOT = REPLICAS[1]
 # leave a replica (`traffic`). `fsdp` and `tensor` are left to the partitioner, so that no model has to name them.
 MANUAL_AXES = ("replica", "stage")
 
-# Mesh axes of a weight's logical axes (`model.kind`). Stacked layers and the vocabulary lie on the stages.
+# Mesh axes of a weight's logical axes (`model.architecture`). Stacked layers and the vocabulary lie on the stages.
 MESH_AXES = {
     "layer": "stage",
     "expert": None,

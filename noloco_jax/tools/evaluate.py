@@ -150,7 +150,7 @@ def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
     """Open the texts of --data; raise `UserError` for those that are missing or of another form."""
     texts = []
     for path in args.data:
-        data = dataclasses.replace(model.data, path=path, kind=args.kind or _architecture_of(path, model.data))
+        data = dataclasses.replace(model.data, path=path, kind=args.kind or _format_of(path, model.data))
         if args.text_column is not None:
             data = dataclasses.replace(data, text_column=args.text_column)
         counted = None if model.found_tokenizer is None else _CountingTokenizer(model.found_tokenizer)
@@ -162,7 +162,7 @@ def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
     return texts
 
 
-def _architecture_of(path: str, data: DataConfig) -> str:
+def _format_of(path: str, data: DataConfig) -> str:
     """Return the format of a file by its name, and of a folder that of the model's training."""
     for kind, suffixes in SUFFIXES.items():
         if path.endswith(suffixes):

@@ -129,6 +129,7 @@ def fit_sentence(setting: cost.Setting) -> str:
             + (f"in which {_lag(fits)}" if setting.islands else "with the smallest delay that hides its exchange")
         )
     names = ["sync_every", "fragments", "wire"]
+    names += ["group_size"] if setting.method == "noloco" and setting.group_size > 2 else []
     names += [] if setting.islands else ["delay"]
     flags = [f"--config.outer.{name}={getattr(fits, name)}" for name in names]
     return f"{text}:\n\n    --config.method={setting.method} {' '.join(flags)}"

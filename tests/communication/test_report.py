@@ -105,10 +105,10 @@ def test_a_collective_that_the_method_does_not_allow_is_named(method, program, o
 
 
 def test_more_bytes_than_the_parameters_are_named():
-    sent = [Collective("ppermute", ("replica",), 101, Fraction(101), Fraction(1))]
+    sent = [Collective("ppermute", ("replica",), 106, Fraction(106), Fraction(1))]
     config = from_dict({"num_replicas": 4})
     report = Report(config, {"replica": 4, "stage": 1, "fsdp": 1, "tensor": 1}, 100, {"outer_step": sent})
-    assert unexpected_collectives(report) == ["outer step: a device sends 101 B, and its parameters are 100 B"]
+    assert unexpected_collectives(report) == ["outer step: a device sends 106 B, and its parameters are 100 B"]
 
 
 CONFIG = f"""

@@ -197,7 +197,7 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"method": "local", "outer": {"offload": True}}, ["outer.offload=True", "method='local'"]),
             ({"method": "ddp", "outer": {"wire": "int8"}}, ["outer.wire='int8'", "method='ddp'"]),
             ({"keep_period": 700, "checkpoint_every": 500}, ["keep_period=700", "checkpoint_every=500"]),
-            ({"outer": {"delay": 51}}, ["outer.delay=51", "lower it to 50"]),
+            ({"outer": {"delay": 51}}, ["outer.delay=51", "give 50"]),
             ({"num_microbatches": 3}, ["data.batch_size=8", "num_microbatches=3"]),
             ({"mesh": {"replica": 3}}, ["num_replicas=4", "mesh.replica=3"]),
             ({"mesh": {"fsdp": -1}}, ["mesh.replica", "mesh.fsdp", "-1"]),

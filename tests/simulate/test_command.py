@@ -88,10 +88,13 @@ def test_islands_accept_what_is_recommended_to_them(capsys, tmp_path, monkeypatc
         (["--delay=-1"], "--delay=-1: must be 0 or greater"),
         (["--delay=11", "--sync_every=10"], "--delay=11 is more than the --sync_every=10 steps"),
         (["--wire=int5"], "--wire=int5: choose one of float32, bfloat16, int8"),
-        (["--wire=modulo4", "--group_size=3"], "--wire=modulo4 is for groups of 2, 4, 8, ..., not for --group_size=3"),
+        (
+            ["--wire=modulo4", "--group_size=3"],
+            "--wire=modulo4 is for equal groups of 2, 4, 8, ..., not for --group_size=3",
+        ),
         (
             ["--wire=modulo4", "--method=diloco"],
-            "is for groups of 2, 4, 8, ..., not for --method=diloco: give --wire=int4",
+            "is for equal groups of 2, 4, 8, ..., not for --method=diloco: give --wire=int4",
         ),
         (["--method=ddp"], "--method=ddp has no setting to choose: give diloco or noloco"),
         (["--islands", "--delay=2"], "--delay=2 is not for --islands: give --delay=0"),

@@ -264,7 +264,7 @@ def test_an_invalid_name_on_the_hub_is_refused(run, hub, name):
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        (LocalTokenNotFoundError("no token"), UserError, "without a login: log in by"),
+        (LocalTokenNotFoundError("no token"), UserError, "asks for a login to write .*: log in by"),
         (ConnectionError("no route"), TransientError, "could not be pushed .*no route.*try again"),
     ],
 )

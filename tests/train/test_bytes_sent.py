@@ -35,8 +35,8 @@ def messages(method: str, *arguments: Any, **outer) -> BytesSent:
     return bytes_sent_of(run(method, *arguments, **outer), ONE_DEVICE)
 
 
-def test_bytes_of_a_group_are_a_message_to_each_other_and_scale_with_the_wire_width():
-    assert messages("noloco", group_size=4).outer_step == 3 * 4 * PARAMETERS
+def test_bytes_of_a_group_are_halves_or_a_message_to_each_other_and_scale_with_the_wire_width():
+    assert messages("noloco", group_size=4).outer_step == 1.5 * 4 * PARAMETERS
     # Three replicas send everything to two others each, and the fourth is unpaired.
     assert messages("noloco", group_size=3).outer_step == 3 * 2 * 4 * PARAMETERS / 4
     assert messages("noloco", wire="bfloat16").outer_step == 2 * PARAMETERS
@@ -49,8 +49,9 @@ def test_a_block_quantized_message_counts_block_scales_and_padding(wire, bits, b
     small = 16 + 8 + 8 + 16 + 3  # attention's q, k, v, o, and the norms
     message = full * (64 * bits // 8 + beside) + small * (16 * bits // 8 + beside)
     assert messages("noloco", wire=wire).outer_step == message
-    if wire == "int4":
-        assert messages("noloco", wire=wire, group_size=4).outer_step == 3 * message
+    if wire != "int8":  # halves of arrays with an odd number of blocks are padded, and windows precede a whole message
+        found = messages("noloco", wire=wire, group_size=4).outer_step
+        assert 1.5 * message <= found <= 1.5 * 1.06 * message
     if wire != "modulo4":  # a message is cut into equal parts, of whole blocks, for each of four replicas
         parts = math.ceil(full / 4) * (64 * bits // 8 + beside) + math.ceil(small / 4) * (16 * bits // 8 + beside)
         assert messages("diloco", wire=wire).outer_step == 2 * 3 * parts

@@ -69,7 +69,16 @@ CARRIED: dict[str, Any] = {"momentum_of": "corrections", "momentum": 0.3}
 BEST: dict[str, Any] = {"wire": "modulo4", "fragments": 4, "order": "hypercube", "lr": 1.0, **CARRIED}
 TABLE = {
     "pairs (noloco)": Row(SAME, SAME, SAME, (Setting(every(), (VIRTUAL,)),)),
-    "groups of more than two": Row(SAME, SAME, IN_PAIRS, (Setting(every(group_size=4, wire="int8"), (STAGES,)),)),
+    "groups of more than two": Row(
+        SAME,
+        SAME,
+        IN_PAIRS,
+        (  # with stages, halves of quantized messages are cut inside each stage
+            Setting(every(group_size=4), (STAGES,)),
+            Setting(every(group_size=4, wire="int8"), (CUBE,)),
+            Setting(every(group_size=3, wire="int8"), (STAGES,)),
+        ),
+    ),
     "epidemic, diloco, sparseloco": Row(
         SAME,
         SAME,

@@ -137,6 +137,11 @@ def _check_runs(hosts: int, runs: Sequence[PlannedRun], islands: bool) -> None:
                 f"--islands trains one replica on a host, and there are {hosts} hosts for num_replicas="
                 f"{run.config.num_replicas} of {run.variant.name}: make them equal"
             )
+        if islands and run.config.method == "noloco" and run.config.outer.group_size > 2:
+            raise UserError(
+                f"--islands exchange in pairs, and {run.variant.name} has outer.group_size="
+                f"{run.config.outer.group_size}: give it outer.group_size=2"
+            )
         every, logged, steps = run.config.eval_every, run.config.log_every, run.config.num_steps
         if not every or every % logged:
             raise UserError(
