@@ -218,7 +218,7 @@ def test_a_common_value_that_differs_is_named(roster):
 
 
 def test_islands_with_different_arrays_that_begin_anew_refuse_each_other(roster, tmp_path):
-    fresh = dict(zip(NAMES, (True, (True, False)), strict=True))
+    fresh: dict[str, Any] = {"paris": True, "berlin": (True, False)}
 
     def start(name: str) -> None:
         with (
