@@ -20,7 +20,7 @@ from noloco_jax.islands.keys import open_membership
 from noloco_jax.islands.membership import digest, incarnation_of, run_identity, write_incarnation
 from noloco_jax.islands.network import NetworkPlan, NetworkThread
 from noloco_jax.islands.own_state import OwnState
-from noloco_jax.islands.payload import ArraySpec, codec_of, specs_of
+from noloco_jax.islands.payload import codec_of, specs_of
 from noloco_jax.islands.peers import FIRST_WEIGHTS
 from noloco_jax.islands.roster import Roster, parse_address
 from noloco_jax.islands.steps import IslandSteps
@@ -41,15 +41,15 @@ class Island:
 
         with nj.Island("roster.toml", "paris", keys="keys/paris", workdir="runs/paris",
                        outer=nj.noloco(sync_every=50, fragments=8, wire="modulo4")) as island:
-            params, rest, step = island.begin(params, rest)
+            params, rest, step = island.begin(params, rest, fresh=True)
             while step < num_steps:
                 params, rest = train_step(params, rest, next(batches))
                 params, rest, step = island.step(params, rest)
             merged = island.merge(params)
 
     It trains like an island of `python -m noloco_jax.island train`: nobody waits for a peer, and corrections enter when
-    they have arrived. An island that was away continues from a peer's weights and `rest`, and takes shorter steps at
-    first.
+    they have arrived. An island that was away continues from a peer's weights and from what of `rest` is not `fresh`,
+    and takes shorter steps at first.
 
     Args:
       roster: path of the roster, the same for all islands, or a `Roster`; or the `members.json` that
@@ -129,7 +129,7 @@ class Island:
         finally:
             self._lock.__exit__(*error)
 
-    def begin(self, params: PyTree, rest: PyTree = (), fresh: PyTree = False) -> tuple[PyTree, PyTree, int]:
+    def begin(self, params: PyTree, rest: PyTree = (), *, fresh: PyTree | None = None) -> tuple[PyTree, PyTree, int]:
         """Join the peers and return the state to train from: the newest checkpoint's, a peer's, or the one given.
 
         It is called once, before the first `step`, and waits until the island may train: from its checkpoint, from a
@@ -140,8 +140,9 @@ class Island:
             give the same values, from one seed: an island that begins with others is refused.
           rest: what travels with them, such as the optimizer's state: arrays, numbers, random keys.
           fresh: what of `rest` begins anew with these values where the weights are a peer's, instead of being sent:
-            True, False, or a tree of both that begins like `rest`. Name moments with their counter, as Adam's first
-            updates are several times too large with fresh moments and a counter of many steps.
+            True, False, or a tree of both that begins like `rest`; equal on all islands, and needed where `rest` has
+            leaves. What is sent is believed if it is finite. Name moments with their counter, as Adam's first updates
+            are several times too large with fresh moments and a counter of many steps.
 
         Returns:
           params, rest, and the inner steps that they have behind them.
@@ -149,7 +150,7 @@ class Island:
         Raises:
           UserError: if the checkpoint is damaged or of other arrays, if the island's name or address is in use, if most
             of the others refuse it, or if it has no weights and the others have finished and gone.
-          ValueError: for leaves of other types, another `fresh`, or if it was called before.
+          ValueError: for leaves of other types, a `fresh` that is missing or another one, or if it was called before.
         """
         if self._link is not None:
             raise ValueError("the island has begun already: call begin once, before the first step")
@@ -164,7 +165,7 @@ class Island:
             name=self._name,
             roster=self._roster,
             credentials=self._credentials,
-            identity=identity_of(self._roster, self._outer, self._pairing, self._common, own.specs, first_weights),
+            identity=identity_of(self._roster, self._outer, self._pairing, self._common, own, first_weights),
             pairing=self._pairing,
             codec=codec_of(own.local.wire, own.local.message, own.local.payload, own.local.dims),
             state_codec=own.state_codec,
@@ -327,7 +328,7 @@ def identity_of(
     outer: OuterOptimizer,
     pairing: Pairing,
     common: Mapping[str, Any],
-    arrays: Mapping[str, ArraySpec],
+    own: OwnState,
     first_weights: str,
 ) -> dict[str, str]:
     """Return the values that all islands of a run must have equal.
@@ -343,7 +344,8 @@ def identity_of(
     values["outer.wire"] = steps.exchange.wire.name  # type: ignore[attr-defined]
     values["outer.fragments"] = described(steps.fragments.count)
     values |= {f"common.{name}": json.dumps(value) for name, value in common.items()}
-    values["arrays"] = digest([f"{name} {spec}" for name, spec in arrays.items()])
+    values["arrays"] = digest([f"{name} {spec}" for name, spec in own.specs.items()])
+    values["fresh"] = own.described_fresh
     return run_identity(roster) | values | ({FIRST_WEIGHTS: first_weights} if first_weights else {})
 
 

@@ -147,7 +147,7 @@ class Meetings:
         self._end(meeting, "the link is busy with earlier rounds")
         share = sum(self._carried) / len(self._carried)
         if len(self._carried) >= LATELY // 2 and 0 < share < CARRIED:
-            fitting = f"a narrower outer.wire or outer.sync_every={math.ceil(self.table.plan.sync_every / share)}"
+            fitting = f"a narrower wire, if there is one, or sync_every={math.ceil(self.table.plan.sync_every / share)}"
             self.table.log_once("link", f"{self.table.name}'s link carries {share:.2g} of what is sent: give {fitting}")
 
     def _backlog(self) -> float:
@@ -358,8 +358,14 @@ class Meetings:
         one_sided = one_sided or meeting.state is State.UNSURE
         self.one_sided += one_sided
         self._close(meeting)
-        outcome = RoundOutcome(meeting.round, meeting.partner, "alone", reason=reason, one_sided=one_sided)
-        self.table.trainer.outcome(outcome)
+        table, partner = self.table, meeting.partner
+        table.trainer.outcome(RoundOutcome(meeting.round, partner, "alone", reason=reason, one_sided=one_sided))
+        if table.pace.has_paused_in_vain:
+            table.log_once(
+                "unequal",
+                f"{partner} is later, although {table.name} pauses for a third of its time: islands of unequal speed "
+                "rarely exchange in equal steps; start all of them with --pace=time (nj.Island has no pace)",
+            )
 
     def _close(self, meeting: Meeting) -> None:
         meeting.become(State.OVER)

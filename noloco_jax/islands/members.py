@@ -61,7 +61,10 @@ def keys(flags: argparse.Namespace) -> int:
 
 
 def invite(flags: argparse.Namespace) -> int:
-    """Make a new member's keys and its row, and tell the islands; of a member, change the address."""
+    """Make a new member's keys and its row, and tell the islands; of a member, change the address.
+
+    A row that is known already is told to the islands again.
+    """
     check_name(flags.name)
     _check_days(flags.days)
     address = parse_dialled(flags.address)
@@ -75,11 +78,13 @@ def invite(flags: argparse.Namespace) -> int:
         former, folder = roster.get(flags.name), flags.keys / flags.name
         if former is not None and former.until_round is None:
             if former.address == address:
-                raise UserError(
-                    f"{flags.name} is a member already, at {address}: give another --name, or another --address to "
+                print(
+                    f"{flags.name} is a member already, at {address}, which is told again: give another --address to "
                     "move it; keys are made anew by `island keys --replace=NAME`"
                 )
-            _publish(flags.keys, found.run, roster.changed(former._replace(address=address)))
+            else:
+                roster = roster.changed(former._replace(address=address))
+            _check_told(flags.keys, found, _publish(flags.keys, found.run, roster))
             return 0
         first = _first_round(flags, found)  # fails where nobody answers: before keys are made that nobody needs
         id = max(member.id for member in roster.members) + 1 if former is None else former.id
@@ -102,7 +107,8 @@ def remove(flags: argparse.Namespace) -> int:
         roster = found.run.roster
         former = roster.member(flags.name)
         if former.until_round is not None and flags.from_round is None:
-            _publish(flags.keys, found.run, roster)  # again, for those that did not answer
+            # Again, for those that did not answer.
+            _check_told(flags.keys, found, _publish(flags.keys, found.run, roster))
             return 0
         first = _first_round(flags, found)
         if former.until_round is not None and first > former.until_round:
@@ -112,11 +118,7 @@ def remove(flags: argparse.Namespace) -> int:
             )
         # A row that ends before it begins is no member in any round; 0 would stand for one that stays.
         published = _publish(flags.keys, found.run, roster.changed(former._replace(until_round=max(first, 1))))
-    if not found.statuses:
-        raise UserError(
-            f"none of the islands answers ({found.fault}): "
-            f"{flags.keys / MEMBERS_FILE} has version {published.version}; give the same command again once one answers"
-        )
+    _check_told(flags.keys, found, published)
     return 0
 
 
@@ -154,6 +156,15 @@ def _publish(folder: Path, run: RosterAndKeys, roster: Roster) -> Roster:
             print(describe(before, after))
     print(f"roster version {signed.version} is told to {', '.join(heard) or 'nobody: none of the islands answers'}")
     return signed
+
+
+def _check_told(folder: Path, found: Found, published: Roster) -> None:
+    """Raise `UserError` where nobody was there to be told of a roster."""
+    if not found.statuses:
+        raise UserError(
+            f"none of the islands answers ({found.fault}): "
+            f"{folder / MEMBERS_FILE} has version {published.version}; give the same command again once one answers"
+        )
 
 
 def _first_round(flags: argparse.Namespace, found: Found) -> int:

@@ -203,7 +203,8 @@ class NetworkThread:
 
     def ask(self, names: Sequence[str], seconds: float) -> None:
         """Begin to ask peers where they are."""
-        self.submit(self.node.table.ask(names, seconds))
+        table = self.node.table
+        self._loop.call_soon_threadsafe(lambda: table.start(table.ask(names, seconds)))  # which reports its errors
 
     # As `TrainerCallbacks`, on the network's thread.
 

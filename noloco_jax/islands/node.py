@@ -52,12 +52,6 @@ class Node:
         table.round, self.step = round, step
         table.pace.round_ended(round, asyncio.get_running_loop().time())
         self.meetings.begin(round, own, norm, tokens)
-        if table.pace.has_paused_in_vain:
-            table.log_once(
-                "unequal",
-                f"the others are later, although {table.name} pauses for a third of its time: islands of unequal speed "
-                "rarely exchange in equal steps; start all of them with --pace=time (nj.Island has no pace)",
-            )
         table.notify()
 
     def applied(self, round: int) -> None:

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.islands.catch_up import CaughtUp
+from noloco_jax.islands.membership import digest
 from noloco_jax.islands.payload import ArraySpec, StateCodec, specs_of
 from noloco_jax.islands.programs import LocalPrograms, build_own, compile_local
 from noloco_jax.islands.tree_spec import TreeSpec
@@ -18,6 +19,11 @@ from noloco_jax.optim.rule import OuterState, at_num_outer_steps
 from noloco_jax.spmd.programs import TrainState, shardings_of
 
 PyTree = Any
+_FRESH = (
+    "where this island takes a peer's weights, True begins all of rest anew with the values given to begin, and False "
+    "takes all of it from the peer, as large as it is, and believes what is finite; a tree of both that begins like "
+    "rest does either by part, as fresh=(True, False) for optax.adam(schedule)"
+)
 
 
 class OwnState:
@@ -27,15 +33,16 @@ class OwnState:
       outer: the outer optimizer.
       params: the weights.
       rest: what travels with them.
-      fresh: what of `rest` begins anew with these values, see `Island.begin`.
+      fresh: what of `rest` begins anew with these values, see `Island.begin`; None: not given.
 
     Attributes:
       params, rest: specs of the user's trees.
+      described_fresh: what of `rest` begins anew, for islands to compare.
       places: shapes, dtypes and shardings of the state.
       local: programs of local steps and corrections, not compiled.
     """
 
-    def __init__(self, outer: OuterOptimizer, params: PyTree, rest: PyTree, fresh: PyTree = False):
+    def __init__(self, outer: OuterOptimizer, params: PyTree, rest: PyTree, fresh: PyTree | None):
         self._outer = outer
         self.params, self.rest = TreeSpec(params, "params", is_computed=True), TreeSpec(rest, "rest")
         shapes = self.params.shapes()
@@ -43,6 +50,9 @@ class OwnState:
         self.local = build_own(outer, shapes, outer_shapes)
         self.places = TrainState(shapes, self.rest.shapes(), outer_shapes)
         self._fresh = fresh_values(self.rest.arrays(rest), fresh)
+        count = len(self.rest.specs)
+        which = f" ({digest([*self._fresh])})" if 0 < len(self._fresh) < count else ""
+        self.described_fresh = f"{len(self._fresh)} of {count} arrays of rest{which}"
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
@@ -122,17 +132,23 @@ class OwnState:
         return placed_state._replace(windows=jax.tree.map(lambda x: placed(x, whole), shapes.windows))
 
 
-def fresh_values(rest: PyTree, fresh: PyTree) -> dict[int, np.ndarray]:
+def fresh_values(rest: PyTree, fresh: PyTree | None) -> dict[int, np.ndarray]:
     """Return the number and first value of every leaf of `rest` that begins anew.
 
-    Raises `ValueError` where `fresh` is no prefix of `rest`.
+    Raises `ValueError` where `rest` has leaves and `fresh` is no prefix of it, or has other flags than True and False.
     """
+    leaves = jax.tree.leaves(rest)
+    if fresh is None and leaves:
+        raise ValueError(f"fresh is missing, as rest has {len(leaves)} arrays: {_FRESH}")
+    for flag in jax.tree.leaves(fresh):
+        if not isinstance(flag, bool):
+            raise ValueError(f"fresh holds {type(flag).__name__} in the place of True or False: {_FRESH}")
     try:
-        flags = jax.tree.leaves(jax.tree.broadcast(fresh, rest))
+        flags = jax.tree.leaves(jax.tree.broadcast(fresh, rest)) if leaves else []
     except ValueError as error:
-        raise ValueError(f"fresh={fresh!r} does not begin like rest: give True, False or a tree ({error})") from None
+        raise ValueError(f"fresh={fresh!r} does not begin like rest ({error}): {_FRESH}") from None
     found = {}
-    for number, (x, flag) in enumerate(zip(jax.tree.leaves(rest), flags, strict=True)):
+    for number, (x, flag) in enumerate(zip(leaves, flags, strict=True)):
         if flag:
             values = np.array(x)
             # Zeros of NumPy's own take no memory until they are used.

@@ -135,7 +135,7 @@ class Pace:
                 self._nearness = min(max(self._nearness - NEARER * self._lead / own, 0.0), 1.0)
 
     def round_seconds(self) -> float:
-        """Return the usual duration of a round; 0 while unknown."""
+        """Return the usual duration of a round, by `--pace=time` the one to keep; 0 while unknown."""
         with self._lock:
             return self._target()
 

@@ -20,7 +20,7 @@ from noloco_jax.islands.roster import BadRosterError, Roster, changes, describe,
 from noloco_jax.optim.pairing import Pairing, RandomPairing
 
 LOG_AGAIN_SECONDS = 3600.0  # after a line of one kind on a peer
-ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster
+ROSTER_SECONDS = 5.0  # between two questions to one peer for a newer roster, and between sending it one's own twice
 GREET_SECONDS = 10.0  # for an answer to a greeting
 
 
@@ -91,10 +91,11 @@ class PeerTable:
 
     # Peers.
 
-    def hear(self, name: str, round: int = -1, incarnation: int = 0, roster_version: int = 0) -> None:
-        """Learn what a peer tells of itself; -1 and 0 stand for what it does not tell.
+    def hear(self, name: str, round: int = -1, incarnation: int = 0, roster_version: int = -1) -> None:
+        """Learn what a peer tells of itself; -1, and incarnation 0, stand for what it does not tell.
 
-        If it has a newer roster, it is asked for that, and not too often.
+        If its roster is a newer one, it is asked for that, and sent this island's if it is an older one, which may have
+        an address at which nobody is any more. Neither is done too often.
         """
         peer = self.peers[name]
         peer.silent = 0
@@ -102,7 +103,8 @@ class PeerTable:
             peer.incarnation, peer.round, peer.phase = incarnation, -1, pb.Status.STARTING
         peer.round = max(peer.round, round)
         is_due = self._now() - peer.asked_for_roster >= ROSTER_SECONDS
-        if roster_version > self.roster.version and self._parse is not None and is_due:
+        is_other = roster_version not in (-1, self.roster.version)
+        if is_other and self._parse is not None and is_due:
             peer.asked_for_roster = self._now()
             self.start(self.ask([name], wants_roster=True))
 
@@ -128,6 +130,10 @@ class PeerTable:
             try:
                 status = await self.network.greet(name, self.greeting(**fields), seconds)
                 check_status(status)
+                if self._is_to_be_told(name, status.roster_version):
+                    roster = pb.SignedRoster.FromString(self.roster.document)
+                    status = await self.network.greet(name, self.greeting(roster=roster, **fields), seconds)
+                    check_status(status)
             except (ConnectionLost, ProtocolError):
                 if name in self.peers:
                     self.peers[name].silent += 1
@@ -145,6 +151,16 @@ class PeerTable:
 
         await asyncio.gather(*map(one, names))
         return found
+
+    def _is_to_be_told(self, name: str, version: int) -> bool:
+        """Return whether to send a peer with this version the own roster now, and note that it is sent."""
+        peer, now = self.peers.get(name), self._now()
+        if peer is None or version >= self.roster.version or not self.roster.document:
+            return False
+        if now - peer.told_roster < ROSTER_SECONDS:
+            return False
+        peer.told_roster = now
+        return True
 
     def greeting(self, **fields: Any) -> pb.Greeting:
         """Return a greeting of this island."""
@@ -182,6 +198,9 @@ class PeerTable:
             return
         for line in changes(self.roster, roster):
             self.log(line)
+        own, moved = self.roster.get(self.name), roster.get(self.name)
+        if own is not None and moved is not None and own.address != moved.address:
+            self.log(f"{self.name} was at {own.address}: if it starts on another machine, end this process first")
         self.trainer.keep(roster)
         self.follow(roster)
         self._peers_changed()

@@ -42,7 +42,8 @@ class Peer:
       distance: see `bounds.Distance`.
       last_exchanged: the last round that was exchanged with it.
       left_out: True while nothing is taken from it.
-      asked_for_roster: time when it was last asked for its roster.
+      asked_for_roster: time when it was last asked for its roster, or about it.
+      told_roster: time when it was last sent this island's.
       delay: seconds that a message takes to it or back, as of its last answer; 0 while it was never dialled.
     """
 
@@ -58,6 +59,7 @@ class Peer:
     last_exchanged: int = -1
     left_out: bool = False
     asked_for_roster: float = -math.inf
+    told_roster: float = -math.inf
     delay: float = 0.0
 
     def count_broken(self, round: int) -> bool:

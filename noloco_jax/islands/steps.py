@@ -27,7 +27,7 @@ from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
 
 PyTree = Any
-WARM_UP_STEPS = 50  # inner steps after catching up with fresh moments, in which the rate rises
+WARM_UP_STEPS = 50  # inner steps after catching up in which the rate rises, as moments may begin anew
 _ASK_EVERY_SECONDS, _ASK_SECONDS = 10.0, 2.0  # interval of asking peers if they have finished; timeout of an answer
 _IN_FLIGHT = 2  # inner steps on the device while a correction may arrive: more would delay it, fewer idle the device
 
@@ -38,7 +38,7 @@ class IslandSteps:
     Args:
       link: the link with the other islands; None in all of the island's processes but the first.
       local: compiled programs of local steps and corrections.
-      place: a peer's weights, which the first process has -> the state on its devices, with fresh moments.
+      place: a peer's weights, which the first process has -> the state on its devices; what was not sent begins anew.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       keeps_pace: True if an inner step may stand for several steps of the schedule, see `pace.py`.
       processes: the island's processes.
@@ -105,7 +105,7 @@ class IslandSteps:
         return state._replace(inner=at_step(state.inner, step + stride)), stride
 
     def warm_up(self, state: TrainState) -> TrainState:
-        """Shorten the inner step that was taken since `advance`, while the moments are fresh.
+        """Shorten the inner step that was taken since `advance`, for some steps after catching up.
 
         Every optimizer scales its update by the rate at last, so that a part of the step is the step of a part of the
         rate. It takes a copy of the weights for as long. A shorter step weighs less in the exchange of its round: an

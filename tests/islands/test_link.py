@@ -55,15 +55,20 @@ def test_an_error_in_a_callback_or_a_task_of_the_network_is_reported(island, cap
     def write_members(path, roster) -> None:
         raise ValueError("in a task of the second thread")
 
+    def greeting(**fields) -> None:
+        raise ValueError("in a question")
+
     def callback() -> None:
         island.link.keep(None)
         island.link.node.table.start(task())
         raise ValueError("in a callback")
 
     monkeypatch.setattr(network, "write_members", write_members)
+    monkeypatch.setattr(island.link.node.table, "greeting", greeting)
     island.link._loop.call_soon_threadsafe(callback)
-    wait_for(lambda: len(island.lines) >= 3, 30)
-    for place in ("callback", "task')", "task of the second thread"):
+    island.link.ask(["b"], 1.0)
+    wait_for(lambda: len(island.lines) >= 4, 30)
+    for place in ("callback", "task')", "task of the second thread", "question"):
         (line,) = (line for line in island.lines if f"in a {place}" in line)
         assert line.startswith("a fault of this program, please report it: ValueError")
-    assert sum("Traceback" in (record.exc_text or "") for record in caplog.records) == 3
+    assert sum("Traceback" in (record.exc_text or "") for record in caplog.records) == 4

@@ -96,6 +96,55 @@ def test_a_member_moves_to_an_address_that_is_signed(run, tmp_path):
         assert any("berlin is at 127.0.0.1:" in line for line in paris.lines)
 
 
+def test_a_member_that_moved_while_nobody_answered_tells_the_others_itself(run, tmp_path, capsys):
+    path, keys = run
+    move = ["invite", "--name=berlin", f"--address=127.0.0.1:{free_port()}", f"--keys={keys}"]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"none of the islands answers .* has version 2; give the same command"):
+            island(move)
+    paris = LiveIsland("paris", path, tmp_path, keys / "paris")  # of the old roster
+    with training(paris, LiveIsland("berlin", keys / MEMBERS_FILE, tmp_path, keys / "berlin")):
+        wait_for(lambda: sum(outcome.outcome == "met" for outcome in paris.outcomes) >= 6)
+    assert paris.link.node.table.roster.version == 2
+    assert "berlin is a member already, at 127.0.0.1:" in capsys.readouterr().out
+
+
+def test_a_move_is_told_again_to_one_that_answers_and_the_former_process_says_that_it_is_to_end(run, tmp_path, capsys):
+    path, keys = run
+    move = ["invite", "--name=berlin", f"--address=127.0.0.1:{free_port()}", f"--keys={keys}"]
+    with pytest.raises(UserError, match="none of the islands answers"):
+        island(move)
+    paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)
+    try:
+        paris.link.open().result()
+        assert island(move) == 0
+        assert "roster version 2 is told to paris" in capsys.readouterr().out
+        berlin.link.open().result()  # at its former address
+        wait_for(lambda: any("berlin was at 127.0.0.1:" in line for line in berlin.lines))
+        assert not any("was at" in line for line in paris.lines)
+    finally:
+        paris.link.close()
+        berlin.link.close()
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+async def test_an_island_with_a_newer_roster_tells_one_that_cannot_ask_it(first):
+    """Nobody reaches b, as at the address in a's roster; b reaches a."""
+    sea = Sea("ab", step_seconds=1.0)
+    sea.cut = lambda me, peer: me == "a" and sea.islands["a"].node.table.roster.version == 0
+    content = pb.Roster(run="simulation", version=1).SerializeToString()
+    document = pb.SignedRoster(roster=content, signature=b"x").SerializeToString()
+    newer = Roster("simulation", sea.roster.members, 2, 1, document)
+    a = sea.add("a", parse={document: newer}.__getitem__)
+    b = sea.add("b", parse={}.__getitem__, roster=newer)
+    delays = (0.0, 200.0) if first == "old" else (200.0, 0.0)
+    training = [asyncio.ensure_future(sim.train(10**6, after=delay)) for sim, delay in zip((a, b), delays, strict=True)]
+    await asyncio.sleep(400)
+    for task in training:
+        task.cancel()
+    assert a.node.table.roster is newer
+
+
 def test_keys_made_anew_serve_at_the_next_start_and_the_old_ones_are_refused(run, tmp_path):
     path, keys = run
     paris, berlin = (LiveIsland(name, path, tmp_path, keys / name) for name in NAMES)

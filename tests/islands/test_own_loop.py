@@ -16,6 +16,7 @@ import pytest
 import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.islands.island import identity_of
+from noloco_jax.islands.own_state import OwnState
 from noloco_jax.islands.peers import difference
 from noloco_jax.islands.roster import Roster
 from support import processes, warm
@@ -115,7 +116,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(tmp_
 
     def train(name: str) -> None:
         with island_of(roster, name, tmp_path) as island:
-            params, rest, step = island.begin(weights(), first(name), FRESH)
+            params, rest, step = island.begin(weights(), first(name), fresh=FRESH)
             while not is_over.is_set():
                 adam = tx.update(weights(), rest["adam"])[1]
                 params = moved(params, "paris", step)
@@ -129,7 +130,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(tmp_
     def join_late() -> None:
         assert late.wait(300)
         with island_of(roster, "rome", tmp_path) as it:
-            params, rest, step = it.begin(weights(), first("rome"), FRESH)
+            params, rest, step = it.begin(weights(), first("rome"), fresh=FRESH)
             found.update(params=params, rest=rest, step=step)
         is_over.set()
 
@@ -211,8 +212,24 @@ def test_islands_that_begin_with_different_weights_refuse_each_other(roster, tmp
 
 
 def test_a_common_value_that_differs_is_named(roster):
-    ours, theirs = (identity_of(roster, nj.noloco(), nj.RandomPairing(2), {"lr": x}, {}, "") for x in (0.2, 0.1))
+    own = OwnState(nj.noloco(), weights(), (), None)
+    ours, theirs = (identity_of(roster, nj.noloco(), nj.RandomPairing(2), {"lr": x}, own, "") for x in (0.2, 0.1))
     assert difference(ours, theirs, "rome") == "common.lr: 0.2 here, 0.1 at rome"
+
+
+def test_islands_with_different_arrays_that_begin_anew_refuse_each_other(roster, tmp_path):
+    fresh: dict[str, Any] = {"paris": True, "berlin": (True, False)}
+
+    def start(name: str) -> None:
+        with (
+            island_of(roster, name, tmp_path) as island,
+            pytest.raises(UserError, match=r"fresh: \d of 4 arrays of rest.* here, \d of 4 arrays of rest"),
+        ):
+            island.begin(
+                weights(), optax.adam(optax.constant_schedule(0.1)).init({"b": np.zeros(9)}), fresh=fresh[name]
+            )
+
+    side_by_side(*(lambda name=name: start(name) for name in NAMES))
 
 
 @pytest.mark.parametrize(("example", "steps"), [("numpy", 100), ("nnx", 300)])

@@ -14,9 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import noloco_jax as nj
 from noloco_jax.errors import UserError
+from noloco_jax.islands.catch_up import CATCH_UP, CaughtUp
 from noloco_jax.islands.checkpoints import OwnCheckpoints
+from noloco_jax.islands.exchange import ProtocolError
 from noloco_jax.islands.island import shown
 from noloco_jax.islands.own_state import OwnState, fresh_values
+from noloco_jax.islands.payload import pack
 from noloco_jax.islands.tree_spec import summary
 
 
@@ -59,7 +62,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def state_of(params: Any, rest: Any, **options: Any) -> OwnState:
-    return OwnState(nj.noloco(sync_every=2, **options), params, rest)
+    return OwnState(nj.noloco(sync_every=2, **options), params, rest, False)
 
 
 def test_a_checkpoint_restores_values_shardings_random_keys_and_numbers(tmp_path):
@@ -123,8 +126,51 @@ def test_leaves_that_are_named_begin_anew_and_others_come_from_the_peer():
     assert fresh_values(rest, False) == {} and fresh_values(rest, True).keys() == {0, 1, 2, 3, 4}
     found = fresh_values(rest, {"step": False, "adam": (True, False)})
     assert found.keys() == {0, 1, 2} and found[0] == 5 and not found[1].any() and not found[2].any()
+    assert fresh_values((), None) == fresh_values((), True) == {}
     with pytest.raises(ValueError, match="does not begin like rest"):
         fresh_values(rest, (True, False))
+
+
+@pytest.mark.parametrize(
+    ("fresh", "said"),
+    [
+        (None, "fresh is missing, as rest has 2 arrays: .*True begins all of rest anew .*False takes all of it from"),
+        (1, "fresh holds int in the place of True or False: .*a tree of both"),
+        ({"mu": np.zeros(1), "nu": np.zeros(1)}, "fresh holds ndarray in the place of True or False"),
+        ({"mu": True, "nu": np.True_}, "fresh holds bool.* in the place of True or False"),
+    ],
+)
+def test_what_begins_anew_is_said_by_booleans_and_never_guessed(fresh, said):
+    with pytest.raises(ValueError, match=said):
+        OwnState(nj.noloco(), weights(), {"mu": np.zeros(1), "nu": np.zeros(1)}, fresh)
+
+
+def test_islands_tell_apart_what_begins_anew():
+    rest = (np.zeros(1), np.ones(2), 3)
+    flags = (True, False, (True, False, False), (False, True, False))
+    told = [OwnState(nj.noloco(), weights(), rest, fresh).described_fresh for fresh in flags]
+    assert told[:2] == ["3 of 3 arrays of rest", "0 of 3 arrays of rest"] and len({*told}) == 4
+    assert told[2].startswith("1 of 3 arrays of rest (")
+
+
+def test_what_a_peer_sends_of_rest_is_believed_if_it_is_finite_and_nothing_of_what_begins_anew():
+    """No bound applies to it, as README.md says."""
+
+    def received(mu: float, fresh: bool) -> Any:
+        rest = {"mu": np.zeros(300, np.float32), "step": np.int32(0)}
+        own = OwnState(nj.noloco(), weights(), rest, {"mu": fresh, "step": False})
+        theirs = {**rest, "mu": np.full(300, mu, np.float32), "step": np.int32(7)}
+        leaves = dict(enumerate(map(np.asarray, jax.tree.leaves((weights(), theirs)))))
+        codec = own.state_codec
+        small = pack([leaves[number] for number in codec.small])
+        given = codec.decode(CATCH_UP, codec.encode(CATCH_UP, leaves), small)
+        return own.rest.given(own.from_peer(CaughtUp(3, 7, given)).inner)
+
+    assert received(1e30, False)["mu"][0] == np.float32(1e30) and not received(1e30, True)["mu"].any()
+    assert received(1e30, True)["step"] == 7
+    with pytest.raises(ProtocolError, match="not finite"):
+        received(np.inf, False)
+    assert not received(np.inf, True)["mu"].any()
 
 
 def test_a_tree_of_changed_structure_shape_or_dtype_is_refused_naming_the_leaf():

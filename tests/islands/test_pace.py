@@ -61,6 +61,21 @@ async def test_a_fast_island_pauses_for_a_third_of_its_time_at_most_and_is_told_
     assert not any("--pace=time" in line for line in slow[-1].lines)
 
 
+async def test_advice_on_pace_follows_an_exchange_that_was_missed_and_names_the_partner(monkeypatch):
+    monkeypatch.setattr(Pace, "has_paused_in_vain", True)
+    sea = Sea("ab")
+    a, b = sea.add("a"), sea.add("b")
+    training = [asyncio.ensure_future(sim.train(10**6)) for sim in (a, b)]
+    await asyncio.sleep(60)
+    assert {outcome.outcome for outcome in a.outcomes} <= {"met", "late"} and len(a.outcomes) > 40
+    assert not any("--pace=time" in line for line in a.lines)
+    sea.cut = lambda me, peer: True
+    await asyncio.sleep(60)
+    assert sum("b is later, although a pauses" in line and "--pace=time" in line for line in a.lines) == 1
+    for task in training:
+        task.cancel()
+
+
 @pytest.mark.parametrize(
     ("speeds", "stop", "late"),
     [({"a": 0.1, "b": 0.2, "c": 0.4}, 4.0, 0.0), ({"a": 0.1, "b": 0.2, "c": 1.0}, 0.0, 20.0)],
@@ -77,6 +92,12 @@ async def test_unequal_islands_meet_in_nearly_every_round_with_time_s_pace(speed
     assert fastest.inner_steps > 0.93 * 4000  # it takes nearly every step, but after a stop
     assert fastest.finished_at - fastest.began_at < 1.05 * 0.1 * 4000
     assert sims[2].inner_steps < 0.5 * 4000
+
+
+async def test_a_status_tells_the_round_time_that_is_kept_and_a_timing_that_of_all_inner_steps():
+    slow = (await train_at({"a": 0.1, "b": 0.2, "c": 0.4}, by_time=True, steps=1000, steps_a_round=20))[2].node
+    assert slow.table.pace.timing(0, 0.0).round_seconds == pytest.approx(0.4 * 20)
+    assert slow.status().round_seconds == pytest.approx(0.1 * 20, rel=0.2)
 
 
 async def test_one_fast_island_of_five_does_not_make_the_others_skip_steps():

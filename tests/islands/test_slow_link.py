@@ -177,7 +177,7 @@ async def test_a_link_that_is_too_slow_is_told_once_with_what_would_fit(load, to
         assert len(lines) == (told is not None)
         for line in lines:
             assert line.startswith(f"{sim.name}'s link carries 0.")
-            assert ": give a narrower outer.wire or outer.sync_every=" in line
+            assert ": give a narrower wire, if there is one, or sync_every=" in line
             assert 10 / float(line.rsplit("=")[1]) == pytest.approx(told, abs=0.08)
 
 
