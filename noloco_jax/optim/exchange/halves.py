@@ -12,8 +12,8 @@ In the innermost pair both send their whole part and return nothing. An all-redu
 sends as much (Thakur, Rabenseifner and Gropp, 2005). As only differences travel back, equal replicas stay equal. What
 the returned difference loses by rounding is subtracted from the own change: the corrections of a group sum to zero.
 
-A modulo format's windows may narrow at every halving, where they narrow once an exchange of a pair. Keeping the widest of
-an exchange was coarser and no better (MEASURED).
+A modulo format's windows may narrow at every halving, where those of a pair narrow once an exchange. Keeping the widest
+of an exchange was coarser and no better (MEASURED).
 """
 
 from collections.abc import Callable, Sequence
