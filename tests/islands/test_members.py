@@ -120,7 +120,7 @@ def test_a_move_is_told_again_to_one_that_answers_and_the_former_process_says_th
         assert island(move) == 0
         assert "roster version 2 is told to paris" in capsys.readouterr().out
         berlin.link.open().result()  # at its former address
-        wait_for(lambda: any("berlin was at 127.0.0.1:" in line for line in berlin.lines))
+        wait_for(lambda: any("berlin was at 127.0.0.1:" in line for line in berlin.lines), 60)
         assert not any("was at" in line for line in paris.lines)
     finally:
         paris.link.close()
