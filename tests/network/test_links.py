@@ -72,7 +72,7 @@ def test_a_byte_and_its_answer_take_two_latencies(tmp_path: Path):
 
 
 def test_processes_that_fail_at_the_same_moment_are_an_error_with_the_last_line_of_the_log(tmp_path: Path):
-    with Hosts([float("inf")] * 2, 0, tmp_path) as hosts, pytest.raises(UserError, match="host[01] failed: too bad"):
+    with Hosts([float("inf")] * 2, 0, tmp_path) as hosts, pytest.raises(UserError, match=r"host[01] failed: too bad"):
         command.run_on_hosts(hosts, [["sh", "-c", "echo too bad; exit 2"]] * 2, tmp_path, [{}] * 2)
 
 
