@@ -118,27 +118,67 @@ def test_where_shard_map_tracks_what_varies_cpu_processes_swap_by_permutations(m
     assert np.var(stepped["w"], axis=0).max() < np.var(params["w"], axis=0).max()
 
 
-@pytest.mark.parametrize(
-    ("platforms", "num_bytes", "by_permutation", "by_sum", "words"),
-    [
-        (("cpu", "cpu"), 2**20, 2.0, 1.1, "swap by sums: 0.52 MB take 2 s by a permutation, 1.1 s by a sum"),
-        (("cpu", "cpu"), 10**5, 0.01, 0.02, "swap by permutations: 0.1 MB"),
-        (("cpu", "cpu"), 2**16, 2.0, 1.1, None),  # small messages go by permutations anyway
-        (("cpu",), 2**20, 2.0, 1.1, None),  # one process
-        (("cuda", "cuda"), 2**20, 2.0, 1.1, None),
-    ],
-)
-def test_the_form_that_was_faster_between_processes_is_chosen(
-    platforms, num_bytes, by_permutation, by_sum, words, monkeypatch
-):
-    seconds = {swap.move_by_sums: by_sum}
-    monkeypatch.setattr(swap, "_swap_program", lambda form, mesh, length: lambda: seconds.get(form, by_permutation))
+def choice(
+    monkeypatch: pytest.MonkeyPatch,
+    num_bytes: int,
+    rate: float,
+    buffer: int,
+    *,
+    is_slow: bool = True,
+    platforms: tuple[str, ...] = ("cpu", "cpu"),
+) -> tuple[str | None, bool | None, int]:
+    """Return the line of `choose_form`, whether sums were chosen, and the longest message, in bytes, that was swapped.
+
+    Sums send at `rate`, bytes a second. On slow links, permutations send what `buffer` does not take at half of it; on
+    fast ones at twice of it.
+    """
+    lengths: list[int] = []
+
+    def program(form: Any, mesh: Any, length: int) -> Callable[[], float]:
+        lengths.append(4 * length)
+        waiting = max(4 * length - buffer, 0) / rate
+        by_permutation = 4 * length / rate + waiting if is_slow else 2 * length / rate
+        return lambda: 4 * length / rate if form is swap.move_by_sums else by_permutation
+
+    monkeypatch.setattr(swap, "_swap_program", program)
     monkeypatch.setattr(swap, "_sums_are_faster", None)
     devices = [SimpleNamespace(platform=platform, process_index=i) for i, platform in enumerate(platforms)]
     mesh: Any = SimpleNamespace(devices=np.array(devices), shape={"replica": 2})
     line = swap.choose_form(mesh, num_bytes)
-    assert line is None if words is None else words in str(line)
-    assert swap._sums_are_faster == (None if words is None else by_sum < by_permutation)
+    return line, swap._sums_are_faster, max(lengths, default=0)
+
+
+@pytest.mark.parametrize("rate", [2.5e5, 2.5e6, 1e8], ids=["2 Mbit/s", "20 Mbit/s", "800 Mbit/s"])
+@pytest.mark.parametrize("buffer", [0, 10**6, 10**8], ids=["no buffer", "1 MB", "all in the buffer"])
+def test_a_buffer_that_takes_a_short_message_whole_does_not_hide_that_permutations_wait(rate, buffer, monkeypatch):
+    line, by_sums, longest = choice(monkeypatch, 4 * 10**6, rate, buffer)
+    assert "swap by sums" in str(line)
+    assert by_sums
+    assert longest <= 4 * 10**6
+
+
+def test_the_forms_are_compared_by_what_the_link_carries_in_two_seconds(monkeypatch):
+    longest = [choice(monkeypatch, 10**9, rate, 0)[2] for rate in (1e5, 1e6, 1e9)]
+    assert longest == [2**19, pytest.approx(10**6, rel=0.05), 2**24]
+
+
+@pytest.mark.parametrize("num_bytes", [10**5, 10**8])
+def test_permutations_are_chosen_where_they_are_clearly_faster(num_bytes, monkeypatch):
+    line, by_sums, _ = choice(monkeypatch, num_bytes, 1e9, 0, is_slow=False)
+    assert "swap by permutations" in str(line)
+    assert by_sums is False
+
+
+@pytest.mark.parametrize(
+    ("platforms", "num_bytes"),
+    [
+        (("cpu", "cpu"), 2**16),  # small messages go by permutations anyway
+        (("cpu",), 2**20),  # one process
+        (("cuda", "cuda"), 2**20),
+    ],
+)
+def test_nothing_is_measured_where_there_is_nothing_to_choose(platforms, num_bytes, monkeypatch):
+    assert choice(monkeypatch, num_bytes, 2.5e6, 0, platforms=platforms) == (None, None, 0)
 
 
 def test_a_mean_of_many_arrays_is_one_message(monkeypatch):

@@ -25,9 +25,14 @@ NOWHERE = -1
 # Messages up to this size leave a socket's buffer at once, so that no announcement waits behind them; a permutation
 # takes one round trip, a sum two.
 SMALL_BYTES = 2**16
-_PROBE_BYTES = 2**19  # at most, of the messages by which the forms are compared
-_PROBES, _MORE_PROBES = 2, 6  # the fastest counts; more if they are quick, as noise is then a larger part
+# The forms are compared by messages as large as the run's, up to some seconds or 16 MiB, since a socket's buffer may
+# take a shorter one whole: then no announcement waits, and the permutation seems as fast as the sum.
+_FIRST_PROBE_BYTES, _MAX_PROBE_BYTES = 2**19, 2**24
+_PROBE_SECONDS = 2.0
+_MORE_PROBES = 6  # if they are quick, as noise is then a larger part; the fastest counts
 _QUICK = 0.1  # seconds
+# What a permutation must take of a sum's time to be chosen: it may take twice as long, and gains a round trip at most.
+_CLEARLY_FASTER = 0.8
 _sums_are_faster = True  # between the processes; the trainer measures it by `choose_form`
 
 
@@ -83,13 +88,14 @@ def is_between_cpus() -> bool:
 
 
 def choose_form(mesh: Mesh, num_bytes: int) -> str | None:
-    """Time a swap in both forms between the processes of a mesh; programs traced from now on use the faster one.
+    """Time a swap in both forms between the processes of a mesh; programs traced from now on use the better one.
 
-    All processes call this with the same arguments, and choose alike.
+    All processes call this with the same arguments, and choose alike. It is the sum unless the permutation is faster by
+    a fifth.
 
     Args:
       mesh: devices of the exchange.
-      num_bytes: size of the run's messages; at most 512 KiB of it are swapped.
+      num_bytes: size of the run's messages; as much of it is swapped as takes some two seconds, at most 16 MiB.
 
     Returns:
       A line for people; None if there is nothing to choose: messages are small, or not between CPU devices of several
@@ -100,22 +106,31 @@ def choose_form(mesh: Mesh, num_bytes: int) -> str | None:
     is_between_cpus = devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
     if num_bytes <= SMALL_BYTES or not is_between_cpus or mesh.shape["replica"] == 1:
         return None
-    length = min(num_bytes, _PROBE_BYTES) // 4
-    by_permutation, by_sum = (_swap_program(form, mesh, length) for form in (_move, move_by_sums))
-
-    def slowest() -> np.ndarray:
-        """Return the seconds of both forms in the process that takes longest."""
-        seconds = np.array([by_permutation(), by_sum()], np.float32)
-        return np.max(np.reshape(multihost_utils.process_allgather(seconds), (-1, 2)), axis=0)
-
-    seconds = np.min([slowest() for _ in range(_PROBES)], axis=0)
-    if seconds.max() < _QUICK:
-        seconds = np.min([slowest() for _ in range(_MORE_PROBES)], axis=0)
-    _sums_are_faster = bool(seconds[1] < seconds[0])
+    length, longest = min(num_bytes, _FIRST_PROBE_BYTES) // 4, min(num_bytes, _MAX_PROBE_BYTES) // 4
+    seconds = _seconds_of_forms(mesh, length)
+    longer = min(longest, int(length * _PROBE_SECONDS / seconds.max()))
+    if longer > length:
+        length, seconds = longer, _seconds_of_forms(mesh, longer)
+    by_permutation, by_sum = seconds
+    _sums_are_faster = bool(by_permutation > _CLEARLY_FASTER * by_sum)
     return (
         f"pairs swap by {'sums' if _sums_are_faster else 'permutations'}: {4 * length / 1e6:.2g} MB take "
-        f"{seconds[0]:.2g} s by a permutation, {seconds[1]:.2g} s by a sum"
+        f"{by_permutation:.2g} s by a permutation, {by_sum:.2g} s by a sum"
     )
+
+
+def _seconds_of_forms(mesh: Mesh, length: int) -> np.ndarray:
+    """Return the seconds that a permutation and a sum of `length` floats take in the slowest process."""
+    programs = [_swap_program(form, mesh, length) for form in (_move, move_by_sums)]
+
+    def slowest() -> np.ndarray:
+        seconds = np.array([program() for program in programs], np.float32)
+        return np.max(np.reshape(multihost_utils.process_allgather(seconds), (-1, 2)), axis=0)
+
+    seconds = slowest()
+    if seconds.max() < _QUICK:
+        seconds = np.min([seconds, *(slowest() for _ in range(_MORE_PROBES))], axis=0)
+    return seconds
 
 
 def _swap_program(form: Callable[..., jax.Array], mesh: Mesh, length: int) -> Callable[[], float]:
